@@ -1,0 +1,21 @@
+"""Shared-prefix attention for Hugging Face models.
+
+`patch(model)` makes `model.generate` compute a shared prompt once, store its KV once, and read it
+once per decode step for all the sequences that share it.
+"""
+
+from .errors import (
+    CascadeError,
+    CascadeFallbackWarning,
+    OutOfPagesError,
+    UnsupportedCallError,
+    UnsupportedModelError,
+)
+
+__all__ = [
+    "CascadeError",
+    "CascadeFallbackWarning",
+    "OutOfPagesError",
+    "UnsupportedCallError",
+    "UnsupportedModelError",
+]

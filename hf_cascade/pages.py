@@ -1,0 +1,145 @@
+"""Page storage: one free list for all layers, one pool of K and V per layer."""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from .errors import OutOfPagesError
+
+
+class PageAllocator:
+    """Hands out page ids, counts their owners, and remembers the most that were in use.
+
+    Ids are small: the lowest free one is always taken, so storage that covers `num_pages` pages
+    covers every page ever handed out.
+
+    Args:
+        page_size: slots (tokens) per page.
+        max_pages: how many pages may be in use at once; None is no limit but memory.
+    """
+
+    def __init__(self, page_size: int, max_pages: int | None = None) -> None:
+        self.page_size, self.max_pages = page_size, max_pages
+        self.num_pages = 0  # ids below this one have been handed out at least once
+        self.peak_pages_in_use = 0
+        self._free: list[int] = []  # a heap
+        self._owners: Counter[int] = Counter()
+
+    @property
+    def pages_in_use(self) -> int:
+        return self.num_pages - len(self._free)
+
+    def owners(self, page: int) -> int:
+        """How many nodes own `page` (0: it is free)."""
+        return self._owners[page]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages, each with one owner: all of them or, on OutOfPagesError, none."""
+        if self.max_pages is not None and self.pages_in_use + count > self.max_pages:
+            raise OutOfPagesError(count, self.max_pages - self.pages_in_use, self.max_pages)
+        reused = [heapq.heappop(self._free) for _ in range(min(count, len(self._free)))]
+        fresh = range(self.num_pages, self.num_pages + count - len(reused))
+        self.num_pages = fresh.stop
+        pages = [*reused, *fresh]
+        self._owners.update(pages)
+        self.peak_pages_in_use = max(self.peak_pages_in_use, self.pages_in_use)
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add one owner to each of `pages`."""
+        for page in pages:
+            assert self._owners[page] > 0, f"page {page} is free"
+            self._owners[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Take one owner from each of `pages`; a page without owners is free."""
+        for page in pages:
+            assert self._owners[page] > 0, f"page {page} is free"
+            self._owners[page] -= 1
+            if self._owners[page] == 0:
+                del self._owners[page]
+                heapq.heappush(self._free, page)
+
+    def reset_peak(self) -> None:
+        self.peak_pages_in_use = self.pages_in_use
+
+
+class PagePool:
+    """K and V storage of every layer, [num_pages, num_kv_heads, page_size, head_dim] each.
+
+    A layer's shape, dtype and device are those of the first K and V it is asked to hold, so
+    quantized, sharded and mixed models need no configuration. The pool grows with the allocator
+    by doubling, never beyond what `reserve` announced while that suffices.
+    """
+
+    def __init__(self, allocator: PageAllocator) -> None:
+        self.allocator = allocator
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        self._reserved_pages = 0
+
+    def reserve(self, num_pages: int) -> None:
+        """Announce that the coming calls use at most `num_pages` pages; allocates nothing."""
+        self._reserved_pages = num_pages
+
+    def layer(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """The (k_pool, v_pool) of a layer, able to hold every page handed out so far.
+
+        Args:
+            layer_idx: index of the layer.
+            k, v: [num_tokens, num_kv_heads, head_dim], what is about to be written.
+        """
+        pools = self._layers.get(layer_idx)
+        if pools is not None and not (_fits(pools[0], k) and _fits(pools[1], v)):
+            pools = None  # the model changed its dtype or device: nothing stored is of use
+        if pools is None or pools[0].shape[0] < self.allocator.num_pages:
+            # Tensors born in inference mode could not be written under no_grad later.
+            with torch.inference_mode(False), torch.no_grad():
+                pools = (self._grown(pools and pools[0], k), self._grown(pools and pools[1], v))
+            self._layers[layer_idx] = pools
+        return pools
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """The (k_pool, v_pool) of every layer, in layer order."""
+        return [self._layers[layer_idx] for layer_idx in sorted(self._layers)]
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole pages, given as (source, target), in every layer."""
+        if not copies:
+            return
+        for k_pool, v_pool in self._layers.values():
+            source, target = torch.tensor(copies, device=k_pool.device).unbind(1)
+            for pool in (k_pool, v_pool):
+                pool[target] = pool[source]
+
+    def page_bytes(self) -> int:
+        """Bytes of one page over all layers, K and V; 0 before the first token."""
+        return sum(pool[0].nbytes for pools in self._layers.values() for pool in pools)
+
+    def clear(self) -> None:
+        """Drop the storage. Tensors still referenced elsewhere live on."""
+        self._layers.clear()
+
+    def _grown(self, pool: Tensor | None, states: Tensor) -> Tensor:
+        needed, old = self.allocator.num_pages, 0 if pool is None else pool.shape[0]
+        capacity = max(needed, 2 * old)
+        if needed <= self._reserved_pages:
+            capacity = min(capacity, max(self._reserved_pages, old))
+        num_kv_heads, head_dim = states.shape[-2:]
+        shape = (capacity, num_kv_heads, self.allocator.page_size, head_dim)
+        grown = torch.empty(shape, dtype=states.dtype, device=states.device)
+        if pool is not None:
+            grown[:old] = pool
+        return grown
+
+
+def _fits(pool: Tensor, states: Tensor) -> bool:
+    return (
+        pool.dtype == states.dtype
+        and pool.device == states.device
+        and (pool.shape[1], pool.shape[3]) == tuple(states.shape[-2:])
+    )

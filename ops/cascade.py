@@ -1,0 +1,227 @@
+"""Attention over a KV tree: prefixes, suffixes, and both in one call.
+
+The ops of this module share their index arguments, all int32 and on the device of q. N nodes and
+B sequences; a sequence's path is its prefix (every node but the last) and its leaf.
+
+    q_indptr       [B + 1]      offsets of each sequence's query tokens in packed q
+    kv_indptr      [N + 1]      offsets of each node's pages in kv_indices, counted in pages
+    kv_indices     [num_pages]  page ids, in token order; a node may list more than it fills
+    kv_len         [N]          tokens present in each node, those appended by this step included
+    first_slot     [N]          slot of the node's first token within its first page
+    leaves         [B]          the leaf of each sequence
+    reader_indptr  [N + 1]      offsets of each node's readers
+    readers        [num_reads]  the sequences that have the node in their prefix, ascending
+
+Decoding has one query token a sequence. Prefill is the same thing: the "sequences" are the nodes
+whose tokens are computed, each reads its ancestors in full and itself causally.
+
+Source: Cascade Inference (flashinfer.ai/2024/02/02/cascade-inference.html); grouping queries by
+the KV node they share is DeFT's (arXiv 2404.00242, section 3).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import composed
+from .append import append_kv
+from .checks import check_leaves, check_nodes, check_queries, check_readers
+from .library import define
+from .merge import merge_state
+
+
+def prefix_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    first_slot: Tensor,
+    reader_indptr: Tensor,
+    readers: Tensor,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend from every sequence's query tokens to its prefix; each node is read once.
+
+    Args:
+        q: [num_tokens, num_q_heads, head_dim], packed by q_indptr.
+        k_pool, v_pool: [num_pages, num_kv_heads, page_size, head_dim], typed like q; slots that
+            no node owns may hold anything, NaN included.
+        q_indptr, kv_indptr, kv_indices, kv_len, first_slot, reader_indptr, readers: see above.
+        sm_scale: factor on q k^T.
+    Returns:
+        (out, lse): [num_tokens, num_q_heads, head_dim] typed like q and [num_tokens, num_q_heads]
+        float32; the empty state (0, -inf) for sequences without a prefix.
+    Raises:
+        ValueError: a shape, dtype or device differs, or (on the CPU) a length or page id is
+            impossible.
+    """
+    return torch.ops.hf_cascade.prefix_attention(
+        q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+        reader_indptr, readers, sm_scale,
+    )  # fmt: skip
+
+
+def suffix_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    first_slot: Tensor,
+    leaves: Tensor,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Attend from each sequence's query tokens to its own leaf.
+
+    The query tokens are the last tokens of the leaf: of q_len queries, query t sees the leaf's
+    first kv_len - q_len + t + 1 tokens. A leaf with kv_len 0 gives the empty state.
+
+    Args, returns and errors: as `prefix_attention`, with leaves in place of the readers.
+    """
+    return torch.ops.hf_cascade.suffix_attention(
+        q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, sm_scale
+    )
+
+
+def cascade_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    slots: Tensor,
+    q_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    first_slot: Tensor,
+    leaves: Tensor,
+    reader_indptr: Tensor,
+    readers: Tensor,
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Append new K and V, then attend to prefix and suffix and merge: a layer's whole attention.
+
+    Args:
+        k, v: [num_tokens, num_kv_heads, head_dim], the new tokens' KV, typed like the pools.
+        slots: [num_tokens], where they go, see `append_kv`; k_pool and v_pool are written.
+        others: as `prefix_attention` and `suffix_attention`.
+    Returns:
+        (out, lse) of each query token over its whole path.
+    """
+    return torch.ops.hf_cascade.cascade_attention(
+        q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+        leaves, reader_indptr, readers, sm_scale,
+    )  # fmt: skip
+
+
+def _prefix_attention(
+    q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+    reader_indptr, readers, sm_scale,
+):  # fmt: skip
+    _check_prefix(
+        q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+        reader_indptr, readers,
+    )  # fmt: skip
+    nodes = composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot)
+    return composed.prefix_attention(
+        q, k_pool, v_pool, q_indptr.tolist(), nodes, reader_indptr.tolist(), readers.tolist(),
+        sm_scale,
+    )  # fmt: skip
+
+
+def _prefix_attention_fake(
+    q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+    reader_indptr, readers, sm_scale,
+):  # fmt: skip
+    _check_prefix(
+        q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+        reader_indptr, readers,
+    )  # fmt: skip
+    return _state_like(q)
+
+
+def _suffix_attention(
+    q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, sm_scale
+):
+    _check_suffix(q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves)
+    nodes = composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot)
+    return composed.suffix_attention(
+        q, k_pool, v_pool, q_indptr.tolist(), nodes, leaves.tolist(), sm_scale
+    )
+
+
+def _suffix_attention_fake(
+    q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, sm_scale
+):
+    _check_suffix(q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves)
+    return _state_like(q)
+
+
+def _cascade_attention(
+    q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+    leaves, reader_indptr, readers, sm_scale,
+):  # fmt: skip
+    append_kv(k, v, k_pool, v_pool, slots)
+    nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    prefix = prefix_attention(q, k_pool, v_pool, *nodes, reader_indptr, readers, sm_scale)
+    suffix = suffix_attention(q, k_pool, v_pool, *nodes, leaves, sm_scale)
+    return merge_state(*prefix, *suffix)
+
+
+def _cascade_attention_fake(
+    q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
+    leaves, reader_indptr, readers, sm_scale,
+):  # fmt: skip
+    nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    append_kv(k, v, k_pool, v_pool, slots)
+    _check_prefix(q, k_pool, v_pool, *nodes, reader_indptr, readers)
+    _check_suffix(q, k_pool, v_pool, *nodes, leaves)
+    return _state_like(q)
+
+
+def _state_like(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _check_prefix(
+    q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, reader_indptr, readers
+):
+    check_queries(q, k_pool, v_pool)
+    check_nodes(q, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    check_readers(reader_indptr, readers, kv_len, q)
+
+
+def _check_suffix(q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves):
+    check_queries(q, k_pool, v_pool)
+    check_nodes(q, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    check_leaves(leaves, q_indptr, q)
+
+
+_NODES = "Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len, Tensor first_slot"
+_READERS = "Tensor reader_indptr, Tensor readers"
+
+define(
+    f"prefix_attention(Tensor q, Tensor k_pool, Tensor v_pool, {_NODES}, {_READERS}, "
+    "float sm_scale) -> (Tensor, Tensor)",
+    implementation=_prefix_attention,
+    fake=_prefix_attention_fake,
+)
+define(
+    f"suffix_attention(Tensor q, Tensor k_pool, Tensor v_pool, {_NODES}, Tensor leaves, "
+    "float sm_scale) -> (Tensor, Tensor)",
+    implementation=_suffix_attention,
+    fake=_suffix_attention_fake,
+)
+define(
+    "cascade_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
+    f"Tensor slots, {_NODES}, Tensor leaves, {_READERS}, float sm_scale) -> (Tensor, Tensor)",
+    implementation=_cascade_attention,
+    fake=_cascade_attention_fake,
+)

@@ -1,0 +1,178 @@
+"""Attention over a KV tree composed of torch operators: the path where no kernel fits.
+
+Index values live on the host here. K and V are gathered a node (or a batch of like leaves) at a
+time, never expanded per query head or per sequence, so temporaries stay below the tree's own KV.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .checks import check
+from .merge import merge_state
+
+
+@dataclass(frozen=True)
+class Node:
+    """Where one node's tokens are: its pages (those it fills), first slot and length."""
+
+    pages: tuple[int, ...]
+    first_slot: int
+    kv_len: int
+
+
+def read_nodes(
+    pool: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, first_slot: Tensor
+) -> list[Node]:
+    """The node table as host values, checked against the pool it points into."""
+    num_pages, page_size = pool.shape[0], pool.shape[2]
+    bounds, pages = kv_indptr.tolist(), kv_indices.tolist()
+    nodes = []
+    for n, (length, slot) in enumerate(zip(kv_len.tolist(), first_slot.tolist(), strict=True)):
+        check(
+            0 <= slot < page_size,
+            f"first_slot[{n}] must be in [0, page_size={page_size}), got {slot}",
+        )
+        listed = pages[bounds[n] : bounds[n + 1]]
+        filled = -(-(slot + length) // page_size) if length else 0
+        check(
+            0 <= length and filled <= len(listed),
+            f"kv_len[{n}] must fit the node's {len(listed)} pages of {page_size} slots from "
+            f"first_slot {slot}, got {length}",
+        )
+        for page in listed[:filled]:
+            check(
+                0 <= page < num_pages,
+                f"kv_indices of node {n} must be in [0, num_pages={num_pages}), got {page}",
+            )
+        nodes.append(Node(tuple(listed[:filled]), slot, length))
+    return nodes
+
+
+def prefix_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_indptr: list[int],
+    nodes: list[Node],
+    reader_indptr: list[int],
+    readers: list[int],
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One attention call per node over the rows of all its readers, merged along the paths."""
+    out, lse = _empty_state(q)
+    started: set[int] = set()  # sequences whose state is no longer empty
+    for n, node in enumerate(nodes):
+        seqs = readers[reader_indptr[n] : reader_indptr[n + 1]]
+        if not seqs or not node.kv_len:
+            continue
+        k, v = (_gather(pool, [node]) for pool in (k_pool, v_pool))
+        rows = _token_rows(q_indptr, seqs, q.device)
+        state = _attend_all(q[rows][None], k, v, sm_scale)
+        node_out, node_lse = (x.squeeze(0) for x in state)
+        if not started.isdisjoint(seqs):
+            node_out, node_lse = merge_state(out[rows], lse[rows], node_out, node_lse)
+        out[rows], lse[rows] = node_out, node_lse
+        started.update(seqs)
+    return out, lse
+
+
+def suffix_attention(
+    q: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    q_indptr: list[int],
+    nodes: list[Node],
+    leaves: list[int],
+    sm_scale: float,
+) -> tuple[Tensor, Tensor]:
+    """One attention call per batch of sequences alike in lengths: no padding, no masks."""
+    out, lse = _empty_state(q)
+    alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for seq, leaf in enumerate(leaves):
+        q_len, node = q_indptr[seq + 1] - q_indptr[seq], nodes[leaf]
+        if q_len and node.kv_len:
+            check(
+                q_len <= node.kv_len,
+                f"kv_len[{leaf}] must cover the {q_len} query tokens of sequence {seq}, "
+                f"got {node.kv_len}",
+            )
+            alike[q_len, node.kv_len, node.first_slot].append(seq)
+    for (q_len, _, _), seqs in alike.items():
+        batch = [nodes[leaves[seq]] for seq in seqs]
+        k, v = (_gather(pool, batch) for pool in (k_pool, v_pool))
+        rows = _token_rows(q_indptr, seqs, q.device)
+        state = _attend_causal(q[rows].unflatten(0, (len(seqs), q_len)), k, v, sm_scale)
+        out[rows], lse[rows] = (x.flatten(0, 1) for x in state)
+    return out, lse
+
+
+def _empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+
+
+def _token_rows(q_indptr: list[int], seqs: list[int], device: torch.device) -> slice | Tensor:
+    if seqs == list(range(seqs[0], seqs[-1] + 1)):
+        return slice(q_indptr[seqs[0]], q_indptr[seqs[-1] + 1])
+    tokens = [t for seq in seqs for t in range(q_indptr[seq], q_indptr[seq + 1])]
+    return torch.tensor(tokens, device=device)
+
+
+def _gather(pool: Tensor, batch: list[Node]) -> Tensor:
+    """[batch, num_kv_heads, kv_len, head_dim] of nodes that have one length and first slot."""
+    first_slot, kv_len = batch[0].first_slot, batch[0].kv_len
+    pages = torch.tensor([node.pages for node in batch], device=pool.device)
+    tokens = pool.transpose(0, 1)[:, pages]  # [num_kv_heads, batch, pages, page_size, head_dim]
+    return tokens.flatten(2, 3)[:, :, first_slot : first_slot + kv_len].transpose(0, 1)
+
+
+def _attend_all(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """State of q [batch, q_len, num_q_heads, head_dim] over all of k, v [batch, num_kv_heads, ..]."""
+    batch, q_len, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    group_size = num_q_heads // num_kv_heads
+    # Without a mask, the query heads of a group are just more rows of their KV head.
+    rows = q.unflatten(2, (num_kv_heads, group_size)).transpose(1, 2).flatten(2, 3)
+    out, lse = _attend(rows, k, v, False, sm_scale)
+    shape = (batch, num_kv_heads, q_len, group_size)
+    out = out.reshape(*shape, head_dim).transpose(1, 2).flatten(2, 3)
+    return out, lse.reshape(shape).transpose(1, 2).flatten(2, 3)
+
+
+def _attend_causal(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """Like `_attend_all`, for queries that are the last tokens of k and v."""
+    q_len, kv_len = q.shape[1], k.shape[2]
+    if q_len == 1:
+        return _attend_all(q, k, v, sm_scale)
+    if q_len < kv_len:
+        past = _attend_all(q, k[:, :, :-q_len], v[:, :, :-q_len], sm_scale)
+        own = _attend_causal(q, k[:, :, -q_len:], v[:, :, -q_len:], sm_scale)
+        return merge_state(*past, *own)
+    batch, _, num_q_heads, _ = q.shape
+    num_kv_heads = k.shape[1]
+    group_size = num_q_heads // num_kv_heads
+    # Fold KV heads into the batch; a group's heads then share K and V by a stride of 0.
+    heads = q.transpose(1, 2).reshape(batch * num_kv_heads, group_size, q_len, -1)
+    k, v = (x.flatten(0, 1)[:, None].expand(-1, group_size, -1, -1) for x in (k, v))
+    out, lse = _attend(heads, k, v, True, sm_scale)
+    out = out.reshape(batch, num_q_heads, q_len, -1).transpose(1, 2)
+    return out, lse.reshape(batch, num_q_heads, q_len).transpose(1, 2)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    """State of q [batch, heads, q_len, head_dim] over k, v; causal where q_len == kv_len."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, is_causal, scale=sm_scale
+        )
+    scores = torch.matmul(q.float() * sm_scale, k.float().mT)
+    if is_causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)

@@ -1,0 +1,40 @@
+"""The op namespace `torch.ops.hf_cascade`: how an op is declared, and why it has no gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+LIBRARY = torch.library.Library("hf_cascade", "DEF")
+
+
+def define(schema: str, *, implementation: Callable, fake: Callable) -> None:
+    """Declare `hf_cascade::<schema>`.
+
+    Args:
+        schema: name, arguments and returns as torch.library writes them; an argument that the op
+            writes into is marked `Tensor(a!)`.
+        implementation: composed of torch operators, serves every device without a kernel.
+        fake: shapes and dtypes of the results, for tracing; checks as the implementation does.
+    """
+    name = schema.split("(", 1)[0]
+    LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, _refuse_gradients(name), "Autograd")
+    torch.library.register_fake(f"hf_cascade::{name}", fake, lib=LIBRARY)
+
+
+def _refuse_gradients(name: str) -> Callable:
+    def guarded(*args, **kwargs):
+        if torch.is_grad_enabled():
+            for value in (*args, *kwargs.values()):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    raise RuntimeError(
+                        f"hf_cascade::{name} is for inference and has no gradient; call it under "
+                        "torch.no_grad() or detach its inputs"
+                    )
+        with torch._C._AutoDispatchBelowAutograd():
+            return getattr(torch.ops.hf_cascade, name).default(*args, **kwargs)
+
+    return guarded
