@@ -40,7 +40,7 @@ def read_nodes(
         listed = pages[bounds[n] : bounds[n + 1]]
         filled = -(-(slot + length) // page_size) if length else 0
         check(
-            0 <= length and filled <= len(listed),
+            length >= 0 and filled <= len(listed),
             f"kv_len[{n}] must fit the node's {len(listed)} pages of {page_size} slots from "
             f"first_slot {slot}, got {length}",
         )
@@ -131,7 +131,7 @@ def _gather(pool: Tensor, batch: list[Node]) -> Tensor:
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
-    """State of q [batch, q_len, num_q_heads, head_dim] over all of k, v [batch, num_kv_heads, ..]."""
+    """State of q [batch, q_len, num_q_heads, head_dim] over all of k and v."""
     batch, q_len, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group_size = num_q_heads // num_kv_heads

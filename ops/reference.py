@@ -6,6 +6,8 @@ Index arguments are those of the ops (`ops/cascade.py` describes them); `append_
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -118,8 +120,7 @@ def _empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _ranges(indptr: Tensor) -> list[tuple[int, int]]:
-    bounds = indptr.tolist()
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    return list(pairwise(indptr.tolist()))
 
 
 def _node_kv(
