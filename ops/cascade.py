@@ -129,11 +129,16 @@ def _prefix_attention(
         q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
         reader_indptr, readers,
     )  # fmt: skip
-    nodes = composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot)
     return composed.prefix_attention(
-        q, k_pool, v_pool, q_indptr.tolist(), nodes, reader_indptr.tolist(), readers.tolist(),
+        q,
+        k_pool,
+        v_pool,
+        composed.read_offsets("q_indptr", q_indptr, q.shape[0]),
+        composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot),
+        composed.read_offsets("reader_indptr", reader_indptr, readers.shape[0]),
+        composed.read_ids("readers", readers, q_indptr.shape[0] - 1),
         sm_scale,
-    )  # fmt: skip
+    )
 
 
 def _prefix_attention_fake(
@@ -151,9 +156,14 @@ def _suffix_attention(
     q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, sm_scale
 ):
     _check_suffix(q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves)
-    nodes = composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot)
     return composed.suffix_attention(
-        q, k_pool, v_pool, q_indptr.tolist(), nodes, leaves.tolist(), sm_scale
+        q,
+        k_pool,
+        v_pool,
+        composed.read_offsets("q_indptr", q_indptr, q.shape[0]),
+        composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot),
+        composed.read_ids("leaves", leaves, kv_len.shape[0]),
+        sm_scale,
     )
 
 

@@ -30,7 +30,8 @@ def read_nodes(
 ) -> list[Node]:
     """The node table as host values, checked against the pool it points into."""
     num_pages, page_size = pool.shape[0], pool.shape[2]
-    bounds, pages = kv_indptr.tolist(), kv_indices.tolist()
+    pages = kv_indices.tolist()
+    bounds = read_offsets("kv_indptr", kv_indptr, len(pages))
     nodes = []
     for n, (length, slot) in enumerate(zip(kv_len.tolist(), first_slot.tolist(), strict=True)):
         check(
@@ -53,6 +54,27 @@ def read_nodes(
     return nodes
 
 
+def read_offsets(name: str, indptr: Tensor, total: int) -> list[int]:
+    """An indptr as host values, checked to divide at most `total` things."""
+    offsets = indptr.tolist()
+    check(
+        offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= total,
+        f"{name} must rise from 0 to at most {total}, got {offsets}",
+    )
+    return offsets
+
+
+def read_ids(name: str, ids: Tensor, count: int) -> list[int]:
+    """Ids of nodes or sequences as host values, checked to be below `count`."""
+    values = ids.tolist()
+    lowest, highest = min(values, default=0), max(values, default=-1)
+    check(
+        lowest >= 0 and highest < count,
+        f"{name} must be in [0, {count}), got {lowest} to {highest}",
+    )
+    return values
+
+
 def prefix_attention(
     q: Tensor,
     k_pool: Tensor,
@@ -70,9 +92,12 @@ def prefix_attention(
         seqs = readers[reader_indptr[n] : reader_indptr[n + 1]]
         if not seqs or not node.kv_len:
             continue
-        k, v = (_gather(pool, [node]) for pool in (k_pool, v_pool))
         rows = _token_rows(q_indptr, seqs, q.device)
-        state = _attend_all(q[rows][None], k, v, sm_scale)
+        q_rows = q[rows]
+        if not q_rows.shape[0]:
+            continue  # torch's attention divides by the number of rows
+        k, v = (_gather(pool, [node]) for pool in (k_pool, v_pool))
+        state = _attend_all(q_rows[None], k, v, sm_scale)
         node_out, node_lse = (x.squeeze(0) for x in state)
         if not started.isdisjoint(seqs):
             node_out, node_lse = merge_state(out[rows], lse[rows], node_out, node_lse)
@@ -112,7 +137,7 @@ def suffix_attention(
 
 
 def _empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.zeros_like(q), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
 
 
 def _token_rows(q_indptr: list[int], seqs: list[int], device: torch.device) -> slice | Tensor:

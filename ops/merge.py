@@ -63,13 +63,15 @@ def _merge_state(
 ) -> tuple[Tensor, Tensor]:
     _check_pair(out_a, lse_a, out_b, lse_b)
     out, lse = _combine(out_a.float(), lse_a, out_b.float(), lse_b)
-    return out.to(out_a.dtype), lse
+    return out.to(out_a.dtype).contiguous(), lse.contiguous()
 
 
 def _combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     # Equal lse weigh equally; computed as a difference, two empty states would give NaN.
-    weight_b = torch.where(lse_a == lse_b, 0.5, torch.sigmoid(lse_b - lse_a))
-    out = torch.lerp(out_a, out_b, weight_b[..., None])
+    log_ratio = torch.where(lse_a == lse_b, 0.0, lse_a - lse_b)[..., None]
+    # A weight for each, not one and its complement: merging commutes to the bit, and no
+    # difference of outs can overflow.
+    out = torch.sigmoid(log_ratio) * out_a + torch.sigmoid(-log_ratio) * out_b
     # Selecting, where the arithmetic would give -0 + 0, keeps the identity of merge bitwise.
     out = torch.where(_is_empty(lse_b), out_a, torch.where(_is_empty(lse_a), out_b, out))
     return out, torch.logaddexp(lse_a, lse_b)
@@ -88,7 +90,7 @@ def _merge_states(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     merged_lse = lse.new_full(lse.shape[1:], -torch.inf)
     for state_out, state_lse in zip(out, lse, strict=True):
         merged_out, merged_lse = _combine(merged_out, merged_lse, state_out.float(), state_lse)
-    return merged_out.to(out.dtype), merged_lse
+    return merged_out.to(out.dtype).contiguous(), merged_lse.contiguous()
 
 
 def _merge_states_fake(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
