@@ -11,11 +11,16 @@ from .errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from .patch import patch, unpatch
+from .stats import GenerateStats
 
 __all__ = [
     "CascadeError",
     "CascadeFallbackWarning",
+    "GenerateStats",
     "OutOfPagesError",
     "UnsupportedCallError",
     "UnsupportedModelError",
+    "patch",
+    "unpatch",
 ]

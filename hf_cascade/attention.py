@@ -1,0 +1,107 @@
+"""The attention function that transformers calls in every layer, and its mask function.
+
+Both are registered once, under the name `ATTENTION_NAME`, and serve only what belongs to a
+cascade call: the attention function a K that the call's own cache has just recorded, the mask
+function mask sizes that only such a cache gives. Everything else that reaches them (another model
+with the same config, a forward pass of user code inside `generate`) goes to the attention
+implementation that the model had before.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cache import CASCADE_KV_OFFSET, CascadeCache
+from .errors import UnsupportedModelError
+
+# transformers looks for "flash", "sdpa" and "flex" inside the name.
+ATTENTION_NAME = "hf_cascade"
+# Set on a config while its `_attn_implementation` is ours.
+DELEGATE_ATTRIBUTE = "_hf_cascade_delegate"
+
+
+def cascade_attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    hf_cascade: CascadeCache | None = None,
+    **kwargs,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of one layer, in the form in which transformers asks for it.
+
+    Args:
+        module: the attention module.
+        query: [batch, num_q_heads, q_len, head_dim], after RoPE.
+        key, value: [batch, num_kv_heads, q_len, head_dim], what the cache's `update` returned.
+        attention_mask: None in a cascade call.
+        scaling: factor on q k^T; None is 1 / sqrt(head_dim).
+        hf_cascade: the cache of the call, which `generate` passes along with the model's inputs.
+    Returns:
+        (out, None): [batch, q_len, num_q_heads, head_dim].
+    """
+    if hf_cascade is None or not hf_cascade.has_recorded(key, value):
+        return _delegate(module)(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+    _refuse_variants(hf_cascade, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return hf_cascade.attend(query, scaling), None
+
+
+def cascade_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    *args,
+    config=None,
+    **kwargs,
+) -> Tensor | None:
+    """No mask where a cascade cache gave the sizes; elsewhere the mask of the delegate."""
+    if kv_offset == CASCADE_KV_OFFSET:
+        return None
+    name = getattr(config, DELEGATE_ATTRIBUTE, "sdpa")
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](
+        batch_size, q_length, kv_length, q_offset, kv_offset, *args, config=config, **kwargs
+    )
+
+
+def register() -> None:
+    """Make both functions known to transformers; harmless to repeat."""
+    AttentionInterface.register(ATTENTION_NAME, cascade_attention_forward)
+    AttentionMaskInterface.register(ATTENTION_NAME, cascade_mask)
+
+
+def _delegate(module: torch.nn.Module):
+    name = getattr(getattr(module, "config", None), DELEGATE_ATTRIBUTE, "sdpa")
+    # Each modeling file defines its own eager attention.
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager or ALL_ATTENTION_FUNCTIONS["sdpa"])
+
+
+def _refuse_variants(
+    cache: CascadeCache,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_,
+) -> None:
+    """The last line of defence: what the gates should have kept away is never silently wrong."""
+    if sliding_window is not None and sliding_window < cache.longest_path:
+        raise UnsupportedModelError(
+            f"attention with sliding_window={sliding_window} over {cache.longest_path} tokens"
+        )
+    for name, value in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
+        if value is not None:
+            raise UnsupportedModelError(f"attention with {name} is not served yet")

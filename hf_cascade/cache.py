@@ -1,0 +1,241 @@
+"""The cache that `generate` hands to the model: a KV tree over a page pool.
+
+A pass is one forward through the model: `begin` plans it, then every layer calls `update` (which
+only records) and `attend` (which stores the KV and computes attention), and `end` checks that
+every layer did both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+
+from .errors import UnsupportedModelError
+from .ops import append_kv, merge_state, prefix_attention, suffix_attention
+from .pages import PagePool
+from .plan import Plan, Query, build_layout, build_plan
+from .tree import UNKNOWN_TOKEN, KVTree, Node, token_bytes
+
+# What `get_mask_sizes` answers, and nothing else does: "this pass needs no mask".
+CASCADE_KV_OFFSET = -(2**31)
+
+_UNKNOWN = token_bytes([UNKNOWN_TOKEN])
+
+
+class CascadeCache(Cache):
+    """KV of the rows of one `generate` call.
+
+    Args:
+        tree: topology; one leaf per row once `start_decoding` was called.
+        pool: storage, shared with other calls of the model.
+    """
+
+    def __init__(self, tree: KVTree, pool: PagePool) -> None:
+        super().__init__(layers=[])
+        self.tree, self.pool = tree, pool
+        self.leaves: list[Node | None] = []  # None: the row is over, its pages are returned
+        self.prompt_length: list[int] = []  # tokens of each row's prompt, padding excluded
+        self.decode_steps = 0
+        self.row_steps = 0  # decoded tokens stored, over all rows, those that are over included
+        self.longest_path = 0
+        self._length = 0
+        self._plans: dict[torch.device, Plan] = {}
+        self._recorded: tuple[Tensor, Tensor, int] | None = None
+        self._updated: list[int] = []
+        self._attended: list[int] = []
+
+    # The pass
+
+    def begin(self, queries: Sequence[Query | None], device: torch.device) -> None:
+        """Plan a pass of these queries; the model's packed rows are their tokens in order."""
+        self._layout = build_layout(self.tree, queries)
+        self._plans = {device: build_plan(self._layout, device)}
+        self._updated.clear()
+        self._attended.clear()
+
+    def attend(self, query: Tensor, scaling: float) -> Tensor:
+        """Store the KV recorded last, then attend: the cascade of the blog, in four ops.
+
+        Args:
+            query: [batch, num_q_heads, q_len, head_dim]; batch x q_len are the pass's tokens.
+            scaling: factor on q k^T.
+        Returns:
+            [batch, q_len, num_q_heads, head_dim], typed like the values.
+        """
+        assert self._recorded is not None
+        key, value, layer_idx = self._recorded
+        self._recorded = None
+        # Under autocast the projections' dtype (that of v) differs from what norms and RoPE make
+        # of q and k. SDPA casts all three to it, and so do we.
+        q, k, v = (_packed(x).to(value.dtype) for x in (query, key, value))
+        plan = self._plan_on(v.device)
+        k_pool, v_pool = self.pool.layer(layer_idx, k, v)
+        append_kv(k, v, k_pool, v_pool, plan.slots)
+        out, lse = suffix_attention(q, k_pool, v_pool, *plan.nodes, plan.leaves, scaling)
+        if plan.has_prefix:
+            prefix = prefix_attention(
+                q, k_pool, v_pool, *plan.nodes, plan.reader_indptr, plan.readers, scaling
+            )
+            out, lse = merge_state(*prefix, out, lse)
+        self._attended.append(layer_idx)
+        return out.unflatten(0, (query.shape[0], query.shape[2]))
+
+    def end(self) -> None:
+        """Check that attention was computed in each layer that the model has.
+
+        Raises:
+            UnsupportedModelError: a layer bypassed the attention function or the cache.
+        """
+        if not self._updated or self._updated != self._attended:
+            missed = sorted(set(self._updated) - set(self._attended))
+            raise UnsupportedModelError(
+                f"layers {missed} did not hand their attention to hf_cascade"
+                if missed
+                else "the model did not use the cache it was given"
+            )
+
+    # Rows
+
+    def start_decoding(self, ends: Sequence[Node], padded_length: int) -> None:
+        """Give every row a leaf of its own.
+
+        Args:
+            ends: the node that each row's prompt ends with.
+            padded_length: columns of the prompt batch, padding included: what `get_seq_length`
+                counts from, as stock caches do.
+        """
+        self.prompt_length = [sum(node.kv_len for node in self.tree.path(end)) for end in ends]
+        self.longest_path = max(self.prompt_length)
+        self.leaves = list(self.tree.open_leaves(ends))
+        self._length = padded_length
+
+    def begin_step(self, device: torch.device) -> None:
+        """Plan a decode step: every live row's leaf grows by one token."""
+        live = [leaf for leaf in self.leaves if leaf is not None]
+        self.tree.extend(live, [_UNKNOWN] * len(live))
+        self.begin([_last_token(leaf) for leaf in self.leaves], device)
+        self.decode_steps += 1
+        self.row_steps += len(live)
+        self.longest_path += 1
+        self._length += 1
+
+    def close_rows(self, done: Sequence[bool]) -> None:
+        """Return the pages of rows that are over; all over at once is the end of the call."""
+        if all(done):
+            return
+        for row, leaf in enumerate(self.leaves):
+            if done[row] and leaf is not None:
+                self.tree.prune(leaf)
+                self.leaves[row] = None
+
+    # What transformers asks of a cache
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Record a layer's new K and V, [batch, num_kv_heads, q_len, head_dim]; return them."""
+        self._updated.append(layer_idx)
+        self._recorded = (key_states, value_states, layer_idx)
+        return key_states, value_states
+
+    def has_recorded(self, key: Tensor, value: Tensor) -> bool:
+        """Whether these are the very tensors that `update` got last."""
+        recorded = self._recorded
+        return recorded is not None and recorded[0] is key and recorded[1] is value
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return self._length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return query_length, CASCADE_KV_OFFSET
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i continues from row beam_idx[i]; full pages are shared, partial ones copied."""
+        leaves = [leaf for leaf in self.leaves if leaf is not None]
+        self.leaves[:], copies = self.tree.reorder(leaves, beam_idx.tolist())
+        self.pool.copy_pages(copies)
+
+    def __len__(self) -> int:
+        return len(self.pool.layers())
+
+    def hand_over(self, on_close: Callable[[KVTree], None]) -> ReturnedCache:
+        """The cache as the caller of `generate` gets it; it keeps the pages until dropped."""
+        return ReturnedCache(self, on_close)
+
+    def _plan_on(self, device: torch.device) -> Plan:
+        if device not in self._plans:  # a model split over devices
+            self._plans[device] = build_plan(self._layout, device)
+        return self._plans[device]
+
+
+class ReturnedCache(DynamicCache):
+    """`past_key_values` of a `generate` output: an ordinary cache, gathered at its first use.
+
+    Until then it costs no memory but the pages it keeps. Rows are left-padded as they were in the
+    prompt batch; padded positions are zero.
+    """
+
+    def __init__(self, cache: CascadeCache, on_close: Callable[[KVTree], None]) -> None:
+        self._pages: _Pages | None = _Pages(cache, on_close)
+        super().__init__()
+
+    @property
+    def layers(self) -> list:
+        if self._pages is not None:
+            pages, self._pages = self._pages, None
+            for layer_idx, (k, v) in enumerate(pages.gather()):
+                self.update(k, v, layer_idx)
+        return self._layers
+
+    @layers.setter
+    def layers(self, value: list) -> None:
+        self._layers = value
+
+
+class _Pages:
+    """The pages of a finished call's rows, returned to their tree when this object goes."""
+
+    def __init__(self, cache: CascadeCache, on_close: Callable[[KVTree], None]) -> None:
+        self._tree, self._on_close = cache.tree, on_close
+        self._pools = cache.pool.layers()  # kept alive even if the pool is released or grows
+        self._length = cache.get_seq_length()
+        self._slots = [
+            [
+                slot
+                for node in cache.tree.path(leaf)
+                for slot in cache.tree.slots(node, 0, node.kv_len)
+            ]
+            for leaf in cache.leaves
+            if leaf is not None
+        ]
+
+    def gather(self) -> list[tuple[Tensor, Tensor]]:
+        return [(self._rows(k_pool), self._rows(v_pool)) for k_pool, v_pool in self._pools]
+
+    def _rows(self, pool: Tensor) -> Tensor:
+        _, num_kv_heads, page_size, head_dim = pool.shape
+        rows = pool.new_zeros(len(self._slots), num_kv_heads, self._length, head_dim)
+        for row, slots in zip(rows, self._slots, strict=True):
+            slot = torch.tensor(slots, device=pool.device)
+            row[:, self._length - len(slots) :] = pool[
+                slot // page_size, :, slot % page_size
+            ].transpose(0, 1)
+        return rows
+
+    def __del__(self) -> None:
+        self._on_close(self._tree)
+
+
+def _packed(states: Tensor) -> Tensor:
+    """[batch, heads, q_len, head_dim] to [batch * q_len, heads, head_dim]."""
+    return states.transpose(1, 2).flatten(0, 1)
+
+
+def _last_token(leaf: Node | None) -> Query | None:
+    return None if leaf is None else Query(leaf, leaf.kv_len - 1, leaf.kv_len)

@@ -1,0 +1,185 @@
+"""The private hooks of transformers' `generate` that hf_cascade stands on: all of them, only here.
+
+`CascadeGenerate` is mixed into a patched model's class, in front of the original one. Each hook
+does little: it asks the gates, opens the cache, runs the packed prefill; the decoding loop,
+processors, stopping and sampling stay transformers' own code, hence the same random stream.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import transformers
+from packaging.version import Version
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedConfig
+from transformers.generation import StoppingCriteriaList
+
+from .attention import ATTENTION_NAME, DELEGATE_ATTRIBUTE, register
+from .cache import CascadeCache
+from .errors import UnsupportedModelError
+from .gates import call_obstacle
+from .prefill import packed_prefill, read_prompts
+from .runtime import Cascade
+
+# The hooks were tested with these versions of transformers: from the first, below the second.
+LOWEST_TRANSFORMERS, ABOVE_TRANSFORMERS = Version("5.17.0"), Version("5.18.0")
+
+
+def check_version() -> None:
+    """Raise UnsupportedModelError unless this version of transformers was tested."""
+    low, above = LOWEST_TRANSFORMERS, ABOVE_TRANSFORMERS
+    if not low <= Version(transformers.__version__) < above:
+        raise UnsupportedModelError(
+            f"hf_cascade was tested with transformers >= {low}, < {above} and relies on its "
+            f"private generation hooks; {transformers.__version__} is installed"
+        )
+
+
+class CascadeGenerate:
+    """The overridden hooks of `generate`; `self` is the patched model."""
+
+    cascade: Cascade
+
+    def __reduce_ex__(self, protocol):
+        # By reference to the original class: the subclass can't be found by its name.
+        _, _, state, *rest = super().__reduce_ex__(max(2, protocol))
+        return _new_patched, (original_class(type(self)),), state, *rest
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        with self.cascade.call() as call:
+            out = super().generate(*args, **kwargs)  # type: ignore[misc]
+            if call.cache is not None and hasattr(out, "past_key_values"):
+                out.past_key_values = call.cache.hand_over(self.cascade.reclaim)
+                call.is_handed_over = True
+            return out
+
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+    ):
+        call = self.cascade.current
+        reason = None
+        if call is not None:
+            reason = (
+                "generate was called inside generate"
+                if call.is_nested
+                else call_obstacle(self, generation_config, model_kwargs, generation_mode.value)
+            )
+            if reason is not None:
+                self.cascade.fall_back(call, reason, type(self).__name__)
+        if call is None or reason is not None:
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
+        model_kwargs["past_key_values"] = model_kwargs["hf_cascade"] = self.cascade.open_cache(call)
+        call.cleanup.enter_context(attention_switched(self))
+
+    def _get_stopping_criteria(self, generation_config, *args, **kwargs):
+        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]
+        call = self.cascade.current
+        # Rows that are over go on in the stock loop, fed with padding. Nobody sees what they
+        # compute, unless the scores or the cache are returned, or beams still continue them.
+        if (
+            call is not None
+            and call.cache is not None
+            and generation_config.num_beams == 1
+            and not generation_config.return_dict_in_generate
+            and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
+        ):
+            return _RowClosingCriteria(criteria, call.cache)
+        return criteria
+
+    def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
+        call, cache = self.cascade.current, model_kwargs.get("past_key_values")
+        inputs_embeds = model_kwargs.get("inputs_embeds")
+        if call is not None:
+            call.count_prompt(
+                model_kwargs.get("attention_mask"),
+                input_ids if inputs_embeds is None else inputs_embeds,
+            )
+        if call is None or not isinstance(cache, CascadeCache):
+            return super()._prefill(  # type: ignore[misc]
+                input_ids, generation_config, model_kwargs, is_first_iteration
+            )
+        prompts = read_prompts(input_ids, inputs_embeds, model_kwargs.get("attention_mask"))
+        outputs, call.prefill_tokens = packed_prefill(
+            self, cache, prompts, generation_config.prefill_chunk_size
+        )
+        return outputs
+
+    def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
+        call, cache = self.cascade.current, inputs.get("past_key_values")
+        if call is not None and not kwargs.get("is_first_iteration"):
+            call.decode_steps += 1
+        if isinstance(cache, CascadeCache):
+            cache.begin_step(self.device)  # type: ignore[attr-defined]
+        return inputs
+
+
+def _new_patched(original: type) -> Any:
+    patched: Any = cascade_class(original)
+    return patched.__new__(patched)
+
+
+class _RowClosingCriteria(StoppingCriteriaList):
+    """The call's stopping criteria, which also tell the cache which rows are over."""
+
+    def __init__(self, criteria: StoppingCriteriaList, cache: CascadeCache) -> None:
+        super().__init__(criteria)
+        self._cache = cache
+        self._over: Tensor | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        over = super().__call__(input_ids, scores, **kwargs)
+        self._over = over if self._over is None else self._over | over
+        self._cache.close_rows(self._over.tolist())
+        return over
+
+
+@functools.cache
+def cascade_class(original: type) -> type:
+    """The subclass of a model's class whose `generate` shares prefixes; it has the same name."""
+
+    # transformers reads this hook's parameters to tell model inputs from typing errors.
+    @functools.wraps(original.prepare_inputs_for_generation)  # type: ignore[attr-defined]
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        return CascadeGenerate.prepare_inputs_for_generation(self, *args, **kwargs)
+
+    namespace = {
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        "prepare_inputs_for_generation": prepare_inputs_for_generation,
+    }
+    return type(original.__name__, (CascadeGenerate, original), namespace)
+
+
+def original_class(patched: type) -> type:
+    """The class that `cascade_class` was made from."""
+    return patched.__mro__[2]
+
+
+@contextmanager
+def attention_switched(model: Any) -> Iterator[None]:
+    """Within this context the model's attention goes through hf_cascade."""
+    register()
+    configs = {
+        id(module.config): module.config
+        for module in model.modules()
+        if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    }
+    before = {key: config._attn_implementation for key, config in configs.items()}
+    try:
+        for key, config in configs.items():
+            vars(config)[DELEGATE_ATTRIBUTE] = before[key]
+            config._attn_implementation_internal = ATTENTION_NAME
+        yield
+    finally:
+        for key, config in configs.items():
+            config._attn_implementation_internal = before[key]
+            vars(config).pop(DELEGATE_ATTRIBUTE, None)

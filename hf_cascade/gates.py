@@ -1,0 +1,201 @@
+"""What can't be served: models that `patch` refuses, calls that fall back to stock `generate`.
+
+Both answer with reasons a user can act on. Packed prefill runs the tokens of all nodes as one row
+with explicit positions and no mask, so whatever makes a token's hidden state depend on more than
+its own path (or on its place in the batch) is an obstacle.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Overriding one of these means that inputs, masks or positions are made in a way of the model's
+# own, which a packed row doesn't have.
+_HOOKS_OF_ITS_OWN = (
+    "_expand_inputs_for_generation",
+    "create_masks_for_generate",
+    "_prepare_cache_for_generation",
+    "_prepare_position_ids_for_generation",
+    "_prefill",
+    "_sample",
+    "_beam_search",
+    "_get_stopping_criteria",
+)
+_LAYER_TYPES = {"full_attention", "attention", "sliding_attention"}
+_GENERATION_MODES = {"greedy_search", "sample", "beam_search", "beam_sample"}
+_CALL_KWARGS = {
+    "attention_mask",
+    "position_ids",
+    "inputs_embeds",
+    "use_cache",
+    "logits_to_keep",
+}
+# RoPE frequencies that depend on the longest position of a forward pass.
+_LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+def model_obstacles(model: Any, stock_generate: type) -> list[str]:
+    """Why `patch` must refuse this model; empty if it need not.
+
+    Args:
+        model: a transformers model.
+        stock_generate: transformers' GenerationMixin, to tell overridden hooks.
+    """
+    config = model.config.get_text_config(decoder=True)
+    architecture = type(model)
+    obstacles = [
+        f"it overrides {hook}"
+        for hook in _HOOKS_OF_ITS_OWN
+        if getattr(architecture, hook, None) is not getattr(stock_generate, hook, None)
+    ]
+    if not getattr(architecture, "_supports_attention_backend", False):
+        obstacles.append("its attention does not go through transformers' AttentionInterface")
+    parameters = inspect.signature(architecture.forward).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        obstacles.append("its forward takes no **kwargs to reach the attention layers by")
+    for name in ("position_ids", "past_key_values"):
+        if name not in parameters:
+            obstacles.append(f"its forward takes no {name}")
+    if getattr(architecture, "_is_stateful", False):
+        obstacles.append("it keeps a recurrent state")
+    return obstacles + _config_obstacles(config)
+
+
+def _config_obstacles(config: Any) -> list[str]:
+    def has(name: str) -> bool:
+        return bool(getattr(config, name, None))
+
+    other_layers = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    found = {
+        "it is an encoder-decoder": has("is_encoder_decoder"),
+        f"it has layers of type {', '.join(sorted(other_layers))}": bool(other_layers),
+        "its layers share KV": has("num_kv_shared_layers"),
+        "it has multi-head latent attention": has("kv_lora_rank"),
+        "it has ALiBi positions": has("alibi"),
+        "its attention is not causal": getattr(config, "is_causal", True) is False,
+        "it makes positions inside attention": has("no_rope_layers")
+        and has("attn_temperature_tuning"),
+        "it caps attention logits": has("attn_logit_softcapping"),
+        "it has attention sinks": getattr(config, "model_type", "") == "gpt_oss",
+    }
+    return [reason for reason, is_so in found.items() if is_so]
+
+
+def call_obstacle(
+    model: Any,
+    generation_config: Any,
+    model_kwargs: dict[str, Any],
+    generation_mode: str,
+) -> str | None:
+    """Why one `generate` call must fall back to stock; None if it need not.
+
+    Args:
+        model: the patched model.
+        generation_config: the call's, with max_length set.
+        model_kwargs: the model's inputs, expanded to rows, before a cache is prepared.
+        generation_mode: the value of transformers' GenerationMode.
+    """
+    return (
+        _mode_obstacle(generation_config, generation_mode)
+        or _kwargs_obstacle(model_kwargs)
+        or _config_call_obstacle(model, generation_config, model_kwargs)
+        or _model_state_obstacle(model)
+        or _mask_obstacle(model_kwargs)
+    )
+
+
+def _mode_obstacle(generation_config: Any, generation_mode: str) -> str | None:
+    if generation_mode not in _GENERATION_MODES:
+        return f"generation mode {generation_mode}"
+    if generation_config.use_cache is False:
+        return "use_cache=False"
+    if generation_config.cache_implementation not in (None, "dynamic"):
+        return f"cache_implementation={generation_config.cache_implementation!r}"
+    for name in ("output_attentions", "output_hidden_states"):
+        if getattr(generation_config, name):
+            return f"{name}=True"
+    if generation_config.is_assistant:
+        return "the model assists another one"
+    return None
+
+
+def _kwargs_obstacle(model_kwargs: dict[str, Any]) -> str | None:
+    if model_kwargs.get("past_key_values") is not None:
+        return "past_key_values were passed in"
+    for key, value in model_kwargs.items():
+        if key not in _CALL_KWARGS and value is not None:
+            return f"the argument {key}"
+    if model_kwargs.get("logits_to_keep", 1) != 1:
+        return f"logits_to_keep={model_kwargs['logits_to_keep']!r}"
+    return None
+
+
+def _config_call_obstacle(
+    model: Any, generation_config: Any, model_kwargs: dict[str, Any]
+) -> str | None:
+    config = model.config.get_text_config(decoder=True)
+    embeds = model_kwargs.get("inputs_embeds")
+    final_length = generation_config.max_length + (0 if embeds is None else embeds.shape[1])
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None)
+    slides = layer_types is None or "sliding_attention" in layer_types
+    if window is not None and slides and window < final_length:
+        return f"a sliding window of {window} tokens, shorter than max_length={final_length}"
+    if generation_config.prefill_chunk_size is not None and _rope_types(config) & (
+        _LENGTH_DEPENDENT_ROPE
+    ):
+        return "prefill_chunk_size with RoPE frequencies that depend on the length"
+    return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {p.get("rope_type", "default") for p in nested or [parameters]}
+
+
+def _model_state_obstacle(model: Any) -> str | None:
+    if "prepare_inputs_for_generation" in vars(model):
+        return "prepare_inputs_for_generation is overridden on the instance (prompt learning?)"
+    if getattr(model, "_compiled_call_impl", None) is not None:
+        return "model.compile() was called"
+    if model.training:
+        if getattr(model, "is_gradient_checkpointing", False):
+            return "gradient checkpointing in training mode, which drops the cache"
+        attention_dropout = getattr(model.config, "attention_dropout", 0.0)
+        if attention_dropout or any(
+            isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()
+        ):
+            return "dropout in training mode; call model.eval()"
+    return None
+
+
+def _mask_obstacle(model_kwargs: dict[str, Any]) -> str | None:
+    mask = model_kwargs.get("attention_mask")
+    position_ids = model_kwargs.get("position_ids")
+    if mask is None:
+        return None if position_ids is None else _position_obstacle(position_ids, None)
+    if mask.ndim != 2:
+        return f"an attention_mask of {mask.ndim} dimensions"
+    present = mask != 0
+    if not bool(present[:, -1].all()):
+        return "an attention_mask that hides the last token of a row (right padding?)"
+    if bool((present[:, 1:] < present[:, :-1]).any()):
+        return "an attention_mask with holes"
+    return None if position_ids is None else _position_obstacle(position_ids, present)
+
+
+def _position_obstacle(position_ids: Tensor, present: Tensor | None) -> str | None:
+    if position_ids.ndim != 2:
+        return f"position_ids of {position_ids.ndim} dimensions"
+    expected = torch.arange(position_ids.shape[1], device=position_ids.device)
+    if present is None:
+        differs = position_ids != expected
+    else:
+        padding = (~present).sum(1, keepdim=True).to(position_ids.device)
+        differs = (position_ids != expected - padding) & (expected >= padding)
+    return "custom position_ids" if bool(differs.any()) else None

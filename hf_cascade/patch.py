@@ -1,0 +1,81 @@
+"""`patch` and `unpatch`: the two functions that a user needs."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+from transformers import GenerationMixin, PreTrainedModel
+
+from .compat import CascadeGenerate, cascade_class, check_version, original_class
+from .errors import UnsupportedModelError
+from .gates import model_obstacles
+from .runtime import Cascade, Options
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def patch(
+    model: Model, *, page_size: int = 16, max_pages: int | None = None, strict: bool = False
+) -> Model:
+    """Make `model.generate` compute, store and read shared prefixes once.
+
+    Rows of a call share whatever they have in common: samples of one prompt, beams, identical
+    rows, prompts with common beginnings. Outside `generate` the model is what it was. Calls that
+    can't be served run on stock transformers, with a CascadeFallbackWarning once a reason.
+
+    Patching a patched model is harmless; with other options it starts anew with those.
+
+    Args:
+        model: a decoder-only transformers model on any device, or a PEFT model around one.
+        page_size: tokens per page of KV, one of 1, 2, 4, .., 128.
+        max_pages: most pages in use at once, for all layers together; None is no limit but
+            memory. A call that needs more raises OutOfPagesError.
+        strict: raise UnsupportedCallError instead of falling back.
+    Returns:
+        `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
+    Raises:
+        UnsupportedModelError: the model can't be served, or this version of transformers is not
+            one that was tested; the message names what is in the way.
+        ValueError: an option is out of range.
+    """
+    options = Options(page_size=page_size, max_pages=max_pages, strict=strict)
+    check_version()
+    base = _base_model(model)
+    if isinstance(base, CascadeGenerate):
+        if base.cascade.options == options:
+            return model
+        unpatch(model)
+    obstacles = model_obstacles(base, GenerationMixin)
+    if hasattr(base, "cascade"):
+        obstacles.append("it has an attribute `cascade` of its own")
+    if obstacles:
+        raise UnsupportedModelError(
+            f"{type(base).__name__} can't be patched: {'; '.join(obstacles)}"
+        )
+    base.__class__ = cascade_class(type(base))  # type: ignore[arg-type]
+    base.cascade = Cascade(options)
+    return model
+
+
+def unpatch(model: Model) -> Model:
+    """Undo `patch` and give the page pool back; harmless on a model that is not patched.
+
+    Returns:
+        `model` itself, as it was before `patch`.
+    """
+    base = _base_model(model)
+    if isinstance(base, CascadeGenerate):
+        base.cascade.release()
+        del base.cascade
+        base.__class__ = original_class(type(base))
+    return model
+
+
+def _base_model(model: Any) -> Any:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not (isinstance(base, PreTrainedModel) and isinstance(base, GenerationMixin)):
+        raise UnsupportedModelError(
+            f"a transformers model with generate is needed, got {type(base).__name__}"
+        )
+    return base

@@ -1,0 +1,194 @@
+"""What a patched model carries as `model.cascade`: its page pool, its lock, its last call."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .cache import CascadeCache
+from .errors import CascadeFallbackWarning, UnsupportedCallError
+from .pages import PageAllocator, PagePool
+from .stats import GenerateStats
+from .tree import KVTree
+
+logger = logging.getLogger("hf_cascade")
+
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of `patch`; see there."""
+
+    page_size: int = 16
+    max_pages: int | None = None
+    strict: bool = False
+
+    def __post_init__(self) -> None:
+        if self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
+        if self.max_pages is not None and self.max_pages < 1:
+            raise ValueError(f"max_pages must be at least 1 or None, got {self.max_pages}")
+
+
+class Cascade:
+    """`model.cascade` of a patched model.
+
+    A copy or a pickle of it has the options and nothing else: pages belong to one model.
+    """
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._lock = threading.RLock()
+        self._strict = options.strict
+        self._calls: list[Call] = []  # the running one last; several when generate is nested
+        self._stats: GenerateStats | None = None
+        self._description = "no generate call yet"
+        self._warned: set[str] = set()
+        self._dropped: deque[KVTree] = deque()  # filled by finalizers, in any thread
+        self._new_pool()
+
+    def __reduce__(self):
+        return type(self), (self.options,)
+
+    def __deepcopy__(self, memo: dict) -> Cascade:
+        return type(self)(self.options)
+
+    @property
+    def stats(self) -> GenerateStats | None:
+        """What happened in the last finished `generate` call; None before the first."""
+        return self._stats
+
+    def describe(self) -> str:
+        """The KV tree of the last finished `generate` call as text, as it stood at its end."""
+        return self._description
+
+    def release(self) -> None:
+        """Give the page pool's memory back; the next call allocates anew.
+
+        Caches returned by earlier calls stay usable and keep the memory they need.
+        """
+        with self._lock:
+            if self._calls:
+                raise RuntimeError("release() during generate: the pages are in use")
+            self._new_pool()
+
+    @contextmanager
+    def strict(self) -> Iterator[None]:
+        """Within this context a call that would fall back raises UnsupportedCallError."""
+        before, self._strict = self._strict, True
+        try:
+            yield
+        finally:
+            self._strict = before
+
+    # What the generate hooks use
+
+    @contextmanager
+    def call(self) -> Iterator[Call]:
+        """One `generate` call: exclusive, and whatever happens inside, every page comes back."""
+        with self._lock:
+            self._drain()
+            call = Call(is_nested=bool(self._calls))
+            self._calls.append(call)
+            if not call.is_nested:
+                self.allocator.reset_peak()
+            try:
+                with call.cleanup:
+                    yield call
+                    self._finish(call)
+            finally:
+                self._calls.pop()
+                if call.cache is not None and not call.is_handed_over:
+                    call.cache.tree.clear()
+
+    @property
+    def current(self) -> Call | None:
+        """The running `generate` call of this thread, if any."""
+        calls = self._calls
+        return calls[-1] if calls and calls[-1].thread == threading.get_ident() else None
+
+    def open_cache(self, call: Call) -> CascadeCache:
+        """A cache over an empty tree, for `call`."""
+        call.cache = CascadeCache(KVTree(self.allocator), self.pool)
+        return call.cache
+
+    def fall_back(self, call: Call, reason: str, model_name: str) -> None:
+        """Note that `call` runs on stock transformers; in strict mode refuse instead.
+
+        Raises:
+            UnsupportedCallError: in strict mode.
+        """
+        call.reason = reason
+        message = f"{model_name}.generate runs without shared prefixes: {reason}"
+        if self._strict:
+            raise UnsupportedCallError(message)
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(message, CascadeFallbackWarning, stacklevel=2)
+
+    def reclaim(self, tree: KVTree) -> None:
+        """A returned cache is gone: take its pages back before the next call."""
+        self._dropped.append(tree)
+
+    def _finish(self, call: Call) -> None:
+        if call.cache is not None:
+            call.cache.end()
+            self._description = call.cache.tree.describe()
+        self._stats = call.stats(self.pool.page_bytes(), self.allocator)
+        logger.debug("generate: %s", self._stats)
+
+    def _drain(self) -> None:
+        while self._dropped:
+            self._dropped.popleft().clear()
+
+    def _new_pool(self) -> None:
+        self.allocator = PageAllocator(self.options.page_size, self.options.max_pages)
+        self.pool = PagePool(self.allocator)
+
+
+class Call:
+    """The running state of one `generate` call, from which its stats are made."""
+
+    def __init__(self, is_nested: bool) -> None:
+        self.is_nested = is_nested
+        self.thread = threading.get_ident()
+        self.cleanup = ExitStack()  # undone when generate ends, however it ends
+        self.cache: CascadeCache | None = None
+        self.is_handed_over = False  # the cache outlives the call
+        self.reason: str | None = None
+        self.prompt_tokens = 0
+        self.prefill_tokens = 0
+        self.decode_steps = 0
+        self.device = torch.device("cpu")
+
+    def count_prompt(self, attention_mask: Tensor | None, rows: Tensor) -> None:
+        """Count what stock generate would forward; `rows` is [batch, length, ..]."""
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            self.prompt_tokens = int(attention_mask.sum())
+        else:
+            self.prompt_tokens = rows.shape[0] * rows.shape[1]
+        self.device = rows.device
+
+    def stats(self, page_bytes: int, allocator: PageAllocator) -> GenerateStats:
+        cache = self.cache
+        stored_tokens = 0 if cache is None else sum(cache.prompt_length) + cache.row_steps
+        return GenerateStats(
+            path="stock" if cache is None else "cascade",
+            reason=self.reason,
+            prompt_tokens=self.prompt_tokens,
+            prefill_tokens=self.prompt_tokens if cache is None else self.prefill_tokens,
+            reused_tokens=0,
+            decode_steps=self.decode_steps if cache is None else cache.decode_steps,
+            kv_bytes=0 if cache is None else allocator.peak_pages_in_use * page_bytes,
+            kv_bytes_unshared=stored_tokens * page_bytes // allocator.page_size,
+            backend="stock" if cache is None else f"torch/{self.device.type}",
+        )

@@ -1,0 +1,34 @@
+"""What happened in a `generate` call, as a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class GenerateStats:
+    """One `generate` call in numbers; `model.cascade.stats` is the last call's.
+
+    Attributes:
+        path: "cascade", or "stock" where the call fell back; `reason` then says why.
+        prompt_tokens: tokens that stock generate would forward in prefill: rows x length, padding
+            excluded.
+        prefill_tokens: tokens really forwarded in prefill (on the stock path: prompt_tokens).
+        reused_tokens: prompt tokens whose KV an earlier call had left behind.
+        decode_steps: forward passes after prefill.
+        kv_bytes: most bytes of pages in use at once, K and V, all layers; 0 on the stock path.
+        kv_bytes_unshared: bytes that the same tokens hold when no row shares any; 0 on the stock
+            path.
+        backend: what computed attention: "torch/cpu" is torch operators on the CPU.
+    """
+
+    path: Literal["cascade", "stock"]
+    reason: str | None
+    prompt_tokens: int
+    prefill_tokens: int
+    reused_tokens: int
+    decode_steps: int
+    kv_bytes: int
+    kv_bytes_unshared: int
+    backend: str
