@@ -86,7 +86,7 @@ def prefix_attention(
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One attention call per node over the rows of all its readers, merged along the paths."""
-    out, lse = _empty_state(q)
+    out, lse = _empty_state(q, torch.float32)  # rounded once, however long the path
     started: set[int] = set()  # sequences whose state is no longer empty
     for n, node in enumerate(nodes):
         seqs = readers[reader_indptr[n] : reader_indptr[n + 1]]
@@ -98,12 +98,12 @@ def prefix_attention(
             continue  # torch's attention divides by the number of rows
         k, v = (_gather(pool, [node]) for pool in (k_pool, v_pool))
         state = _attend_all(q_rows[None], k, v, sm_scale)
-        node_out, node_lse = (x.squeeze(0) for x in state)
+        node_out, node_lse = (x.squeeze(0).float() for x in state)
         if not started.isdisjoint(seqs):
             node_out, node_lse = merge_state(out[rows], lse[rows], node_out, node_lse)
         out[rows], lse[rows] = node_out, node_lse
         started.update(seqs)
-    return out, lse
+    return out.to(q.dtype), lse
 
 
 def suffix_attention(
@@ -116,7 +116,7 @@ def suffix_attention(
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
     """One attention call per batch of sequences alike in lengths: no padding, no masks."""
-    out, lse = _empty_state(q)
+    out, lse = _empty_state(q, q.dtype)
     alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for seq, leaf in enumerate(leaves):
         q_len, node = q_indptr[seq + 1] - q_indptr[seq], nodes[leaf]
@@ -136,8 +136,9 @@ def suffix_attention(
     return out, lse
 
 
-def _empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_zeros(q.shape), q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+def _empty_state(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    lse = q.new_full(q.shape[:-1], -torch.inf, dtype=torch.float32)
+    return q.new_zeros(q.shape, dtype=dtype), lse
 
 
 def _token_rows(q_indptr: list[int], seqs: list[int], device: torch.device) -> slice | Tensor:
