@@ -145,7 +145,7 @@ def _token_rows(q_indptr: list[int], seqs: list[int], device: torch.device) -> s
     if seqs == list(range(seqs[0], seqs[-1] + 1)):
         return slice(q_indptr[seqs[0]], q_indptr[seqs[-1] + 1])
     tokens = [t for seq in seqs for t in range(q_indptr[seq], q_indptr[seq + 1])]
-    return torch.tensor(tokens, device=device)
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
 
 
 def _gather(pool: Tensor, batch: list[Node]) -> Tensor:
