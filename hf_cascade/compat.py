@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import transformers
-from packaging.version import Version
+from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedConfig
 from transformers.generation import StoppingCriteriaList
@@ -25,17 +25,16 @@ from .gates import call_obstacle
 from .prefill import packed_prefill, read_prompts
 from .runtime import Cascade
 
-# The hooks were tested with these versions of transformers: from the first, below the second.
-LOWEST_TRANSFORMERS, ABOVE_TRANSFORMERS = Version("5.17.0"), Version("5.18.0")
+# The versions of transformers that the hooks were tested with.
+TESTED_TRANSFORMERS = SpecifierSet(">=5.17,<5.18")
 
 
 def check_version() -> None:
     """Raise UnsupportedModelError unless this version of transformers was tested."""
-    low, above = LOWEST_TRANSFORMERS, ABOVE_TRANSFORMERS
-    if not low <= Version(transformers.__version__) < above:
+    if not TESTED_TRANSFORMERS.contains(transformers.__version__, prereleases=True):
         raise UnsupportedModelError(
-            f"hf_cascade was tested with transformers >= {low}, < {above} and relies on its "
-            f"private generation hooks; {transformers.__version__} is installed"
+            "hf_cascade relies on private generation hooks of transformers and was tested with "
+            f"transformers{TESTED_TRANSFORMERS}; {transformers.__version__} is installed"
         )
 
 
@@ -46,8 +45,9 @@ class CascadeGenerate:
 
     def __reduce_ex__(self, protocol):
         # By reference to the original class: the subclass can't be found by its name.
-        _, _, state, *rest = super().__reduce_ex__(max(2, protocol))
-        return _new_patched, (original_class(type(self)),), state, *rest
+        reduced = super().__reduce_ex__(max(2, protocol))
+        assert isinstance(reduced, tuple)
+        return _new_patched, (original_class(type(self)),), *reduced[2:]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):

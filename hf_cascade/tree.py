@@ -82,14 +82,17 @@ class KVTree:
         The last of these tokens may lie inside the node. (None, 0) when the tree holds none.
         """
         best: tuple[Node | None, int] = (None, 0)
-        waiting = [(root, 0) for root in self.roots]
-        while waiting:  # several children may go on alike: leaves that decoded the same tokens
-            node, start = waiting.pop()
-            held = start + _common_tokens(node.tokens, tokens, start)
-            if held > best[1]:
-                best = (node, held)
-            if held - start == node.kv_len:
-                waiting += [(child, held) for child in node.children]
+        waiting = [(self.roots, 0)]
+        while waiting:
+            siblings, start = waiting.pop()
+            first_token = tokens[4 * start : 4 * start + 4]
+            # Several may go on alike: leaves of one parent that decoded the same tokens.
+            for node in [node for node in siblings if node.tokens[:4] in (first_token, b"")]:
+                held = start + _common_tokens(node.tokens, tokens, start)
+                if held > best[1]:
+                    best = (node, held)
+                if held - start == node.kv_len:
+                    waiting.append((node.children, held))
         return best
 
     def insert(self, rows: Sequence[bytes]) -> list[Node]:

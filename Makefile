@@ -1,0 +1,42 @@
+# `make demo` and `make test` do all the set-up that they need, in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+
+.PHONY: demo test lint format bench figures clean
+
+demo: $(VENV)/installed
+	$(RUN) -m examples.demo
+
+test: $(VENV)/installed
+	$(RUN) -m pytest
+
+lint: $(VENV)/installed
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -r $(VENV)/bin/clang-format --dry-run --Werror
+
+format: $(VENV)/installed
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -r $(VENV)/bin/clang-format -i
+
+bench: $(VENV)/installed
+	$(RUN) -m benchmarks.bench_generate
+
+figures: $(VENV)/installed
+	$(RUN) -m docs.figures
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# torch first and by its exact version: a range would let pip choose a newer build.
+$(VENV)/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[demo,test,lint]"
+	touch $@
