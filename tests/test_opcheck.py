@@ -1,0 +1,97 @@
+"""Every op is what its schema, its fake and its reference say, so that tracing can trust them."""
+
+import inspect
+
+import pytest
+import torch
+from cases import FOREST, TREES, Tree, build
+from hf_cascade.ops import reference
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import FakeTensorMode
+from torch.utils._pytree import tree_map_only
+
+from hf_cascade import ops
+
+WRITTEN = {
+    "append_kv": {"k_pool", "v_pool"},
+    "prefix_attention": set(),
+    "suffix_attention": set(),
+    "merge_state": set(),
+    "merge_states": set(),
+    "cascade_attention": {"k_pool", "v_pool"},
+}
+EMPTY = [tree for tree in TREES if tree.name in ("nothing to see", "finished rows")]
+
+over_ops = pytest.mark.parametrize("name", WRITTEN)
+over_arguments = pytest.mark.parametrize(
+    ("tree", "dtype", "heads_first"),
+    [
+        (FOREST, torch.float32, False),
+        (FOREST, torch.float32, True),
+        (FOREST, torch.bfloat16, True),
+        *((tree, torch.float32, False) for tree in EMPTY),
+    ],
+    ids=str,
+)
+
+
+@over_ops
+@over_arguments
+def test_opcheck(name, tree, dtype, heads_first):
+    torch.library.opcheck(overload(name), (), arguments(name, tree, dtype, heads_first))
+
+
+@over_ops
+@over_arguments
+def test_op_fake_and_reference_return_alike(name, tree, dtype, heads_first):
+    given = arguments(name, tree, dtype, heads_first)
+    with FakeTensorMode() as mode:
+        fake = overload(name)(**tree_map_only(Tensor, mode.from_tensor, given))
+    real, specified = getattr(ops, name)(**given), getattr(reference, name)(**given)
+    assert kinds(fake) == kinds(real) == kinds(specified)
+
+
+@over_ops
+def test_op_schema_and_reference_name_their_arguments_alike(name):
+    schema = overload(name)._schema
+    names = [argument.name for argument in schema.arguments]
+    assert names == list(inspect.signature(getattr(ops, name)).parameters)
+    assert names == list(inspect.signature(getattr(reference, name)).parameters)
+    assert {argument.name for argument in schema.arguments if argument.is_write} == WRITTEN[name]
+
+
+@over_ops
+def test_tracing_refuses_what_running_refuses(name):
+    given = arguments(name, FOREST, torch.float32, heads_first=False)
+    unfit = next(iter(given))
+    given[unfit] = given[unfit].int()
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=f"{unfit} must"):
+        overload(name)(**tree_map_only(Tensor, mode.from_tensor, given))
+
+
+def overload(name: str) -> OpOverload:
+    return getattr(torch.ops.hf_cascade, name).default
+
+
+def arguments(name: str, tree: Tree, dtype: torch.dtype, heads_first: bool) -> dict:
+    """An op's arguments by name; `heads_first`: rows are views of [num_heads, num_tokens, ..]."""
+    paged = build(tree, dtype)
+    if name.startswith("merge"):
+        (out_a, lse_a), (out_b, lse_b) = (
+            op(**paged.args(op)) for op in (ops.prefix_attention, ops.suffix_attention)
+        )
+        named = {"out_a": out_a, "lse_a": lse_a, "out_b": out_b, "lse_b": lse_b}
+        if name == "merge_states":
+            named = {"out": torch.stack([out_a, out_b]), "lse": torch.stack([lse_a, lse_b])}
+    else:
+        named = paged.args(getattr(ops, name))
+    rows = ("q", "k", "v", "out", "lse", "out_a", "lse_a", "out_b", "lse_b") if heads_first else ()
+    return {
+        key: value.transpose(0, 1).contiguous().transpose(0, 1) if key in rows else value
+        for key, value in named.items()
+    }
+
+
+def kinds(result: tuple[Tensor, ...] | None) -> list | None:
+    return result and [(x.shape, x.dtype) for x in result]
