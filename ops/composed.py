@@ -90,6 +90,7 @@ def prefix_attention(
     started: set[int] = set()  # sequences whose state is no longer empty
     for n, node in enumerate(nodes):
         seqs = readers[reader_indptr[n] : reader_indptr[n + 1]]
+        check(seqs == sorted(set(seqs)), f"readers of node {n} must ascend, got {seqs}")
         if not seqs or not node.kv_len:
             continue
         rows = _token_rows(q_indptr, seqs, q.device)
