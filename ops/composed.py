@@ -33,34 +33,31 @@ def read_nodes(
     pages = kv_indices.tolist()
     bounds = read_offsets("kv_indptr", kv_indptr, len(pages))
     nodes = []
+    # Read in every layer of every step, so messages are made only when they are needed.
     for n, (length, slot) in enumerate(zip(kv_len.tolist(), first_slot.tolist(), strict=True)):
-        check(
-            0 <= slot < page_size,
-            f"first_slot[{n}] must be in [0, page_size={page_size}), got {slot}",
-        )
+        if not 0 <= slot < page_size:
+            raise ValueError(f"first_slot[{n}] must be in [0, page_size={page_size}), got {slot}")
         listed = pages[bounds[n] : bounds[n + 1]]
-        filled = -(-(slot + length) // page_size) if length else 0
-        check(
-            length >= 0 and filled <= len(listed),
-            f"kv_len[{n}] must fit the node's {len(listed)} pages of {page_size} slots from "
-            f"first_slot {slot}, got {length}",
-        )
-        for page in listed[:filled]:
-            check(
-                0 <= page < num_pages,
-                f"kv_indices of node {n} must be in [0, num_pages={num_pages}), got {page}",
+        num_filled = -(-(slot + length) // page_size) if length else 0
+        if length < 0 or num_filled > len(listed):
+            raise ValueError(
+                f"kv_len[{n}] must fit the node's {len(listed)} pages of {page_size} slots from "
+                f"first_slot {slot}, got {length}"
             )
-        nodes.append(Node(tuple(listed[:filled]), slot, length))
+        filled = listed[:num_filled]
+        if filled and not 0 <= min(filled) <= max(filled) < num_pages:
+            raise ValueError(
+                f"kv_indices of node {n} must be in [0, num_pages={num_pages}), got {filled}"
+            )
+        nodes.append(Node(tuple(filled), slot, length))
     return nodes
 
 
 def read_offsets(name: str, indptr: Tensor, total: int) -> list[int]:
     """An indptr as host values, checked to divide at most `total` things."""
     offsets = indptr.tolist()
-    check(
-        offsets[0] == 0 and offsets == sorted(offsets) and offsets[-1] <= total,
-        f"{name} must rise from 0 to at most {total}, got {offsets}",
-    )
+    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > total:
+        raise ValueError(f"{name} must rise from 0 to at most {total}, got {offsets}")
     return offsets
 
 
