@@ -10,10 +10,15 @@ implementation that the model had before.
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -22,8 +27,9 @@ from .errors import UnsupportedModelError
 
 # transformers looks for "flash", "sdpa" and "flex" inside the name.
 ATTENTION_NAME = "hf_cascade"
-# Set on a config while its `_attn_implementation` is ours.
-DELEGATE_ATTRIBUTE = "_hf_cascade_delegate"
+# On a config while its `_attn_implementation` is ours, a `_Switch`.
+_SWITCH_ATTRIBUTE = "_hf_cascade_switch"
+_switch_lock = threading.Lock()
 
 
 def cascade_attention_forward(
@@ -70,20 +76,55 @@ def cascade_mask(
     """No mask where a cascade cache gave the sizes; elsewhere the mask of the delegate."""
     if kv_offset == CASCADE_KV_OFFSET:
         return None
-    name = getattr(config, DELEGATE_ATTRIBUTE, "sdpa")
-    return ALL_MASK_ATTENTION_FUNCTIONS[name](
+    return ALL_MASK_ATTENTION_FUNCTIONS[_implementation_before(config)](
         batch_size, q_length, kv_length, q_offset, kv_offset, *args, config=config, **kwargs
     )
 
 
-def register() -> None:
-    """Make both functions known to transformers; harmless to repeat."""
-    AttentionInterface.register(ATTENTION_NAME, cascade_attention_forward)
-    AttentionMaskInterface.register(ATTENTION_NAME, cascade_mask)
+@contextmanager
+def attention_switched(model: Any) -> Iterator[None]:
+    """Within this context the model's attention goes through hf_cascade.
+
+    Configs may be shared by several models, and generate may run inside generate: each config
+    goes back to its own implementation when its last user leaves.
+    """
+    configs = {
+        id(module.config): module.config
+        for module in model.modules()
+        if isinstance(getattr(module, "config", None), PreTrainedConfig)
+    }
+    with _switch_lock:
+        for config in configs.values():
+            switch = vars(config).setdefault(
+                _SWITCH_ATTRIBUTE, _Switch(config._attn_implementation)
+            )
+            switch.users += 1
+            config._attn_implementation_internal = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            for config in configs.values():
+                switch = vars(config)[_SWITCH_ATTRIBUTE]
+                switch.users -= 1
+                if not switch.users:
+                    config._attn_implementation_internal = switch.implementation_before
+                    del vars(config)[_SWITCH_ATTRIBUTE]
+
+
+@dataclass
+class _Switch:
+    implementation_before: str | None
+    users: int = 0
+
+
+def _implementation_before(config: Any) -> str:
+    switch = vars(config).get(_SWITCH_ATTRIBUTE) if config is not None else None
+    return (switch and switch.implementation_before) or "eager"
 
 
 def _delegate(module: torch.nn.Module):
-    name = getattr(getattr(module, "config", None), DELEGATE_ATTRIBUTE, "sdpa")
+    name = _implementation_before(getattr(module, "config", None))
     # Each modeling file defines its own eager attention.
     eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     return ALL_ATTENTION_FUNCTIONS.get_interface(name, eager or ALL_ATTENTION_FUNCTIONS["sdpa"])
@@ -105,3 +146,7 @@ def _refuse_variants(
     for name, value in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
         if value is not None:
             raise UnsupportedModelError(f"attention with {name} is not served yet")
+
+
+AttentionInterface.register(ATTENTION_NAME, cascade_attention_forward)
+AttentionMaskInterface.register(ATTENTION_NAME, cascade_mask)

@@ -99,6 +99,14 @@ class CascadeCache(Cache):
 
     # Rows
 
+    def reserve(self, rows: Sequence[bytes], max_new_tokens: int) -> None:
+        """Tell the pool the most that these prompts (as `token_bytes`) can come to need."""
+        allocator = self.pool.allocator
+        tokens = sum(len(row) // 4 + max_new_tokens for row in rows)
+        # A row's own leaf and its cut nodes may each leave a page partly filled.
+        pages = -(-tokens // allocator.page_size) + 2 * len(rows)
+        self.pool.reserve(allocator.pages_in_use + pages)
+
     def start_decoding(self, ends: Sequence[Node], padded_length: int) -> None:
         """Give every row a leaf of its own.
 

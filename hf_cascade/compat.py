@@ -8,17 +8,15 @@ processors, stopping and sampling stay transformers' own code, hence the same ra
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import transformers
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
-from transformers import GenerationMixin, PreTrainedConfig
+from transformers import GenerationMixin
 from transformers.generation import StoppingCriteriaList
 
-from .attention import ATTENTION_NAME, DELEGATE_ATTRIBUTE, register
+from .attention import attention_switched
 from .cache import CascadeCache
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
@@ -64,11 +62,7 @@ class CascadeGenerate:
         call = self.cascade.current
         reason = None
         if call is not None:
-            reason = (
-                "generate was called inside generate"
-                if call.is_nested
-                else call_obstacle(self, generation_config, model_kwargs, generation_mode.value)
-            )
+            reason = call_obstacle(self, generation_config, model_kwargs, generation_mode.value)
             if reason is not None:
                 self.cascade.fall_back(call, reason, type(self).__name__)
         if call is None or reason is not None:
@@ -106,6 +100,7 @@ class CascadeGenerate:
                 input_ids, generation_config, model_kwargs, is_first_iteration
             )
         prompts = read_prompts(input_ids, inputs_embeds, model_kwargs.get("attention_mask"))
+        cache.reserve(prompts.rows, generation_config.max_length - input_ids.shape[1])
         outputs, call.prefill_tokens = packed_prefill(
             self, cache, prompts, generation_config.prefill_chunk_size
         )
@@ -162,24 +157,3 @@ def cascade_class(original: type) -> type:
 def original_class(patched: type) -> type:
     """The class that `cascade_class` was made from."""
     return patched.__mro__[2]
-
-
-@contextmanager
-def attention_switched(model: Any) -> Iterator[None]:
-    """Within this context the model's attention goes through hf_cascade."""
-    register()
-    configs = {
-        id(module.config): module.config
-        for module in model.modules()
-        if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    }
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    try:
-        for key, config in configs.items():
-            vars(config)[DELEGATE_ATTRIBUTE] = before[key]
-            config._attn_implementation_internal = ATTENTION_NAME
-        yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation_internal = before[key]
-            vars(config).pop(DELEGATE_ATTRIBUTE, None)

@@ -74,7 +74,7 @@ class PagePool:
 
     A layer's shape, dtype and device are those of the first K and V it is asked to hold, so
     quantized, sharded and mixed models need no configuration. The pool grows with the allocator
-    by doubling, never beyond what `reserve` announced while that suffices.
+    by doubling, but not beyond what `reserve` announced.
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
@@ -83,7 +83,7 @@ class PagePool:
         self._reserved_pages = 0
 
     def reserve(self, num_pages: int) -> None:
-        """Announce that the coming calls use at most `num_pages` pages; allocates nothing."""
+        """Announce the most pages that will be in use until the next call; allocates nothing."""
         self._reserved_pages = num_pages
 
     def layer(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,9 +126,7 @@ class PagePool:
 
     def _grown(self, pool: Tensor | None, states: Tensor) -> Tensor:
         needed, old = self.allocator.num_pages, 0 if pool is None else pool.shape[0]
-        capacity = max(needed, 2 * old)
-        if needed <= self._reserved_pages:
-            capacity = min(capacity, max(self._reserved_pages, old))
+        capacity = max(needed, old, min(2 * needed, self._reserved_pages))
         num_kv_heads, head_dim = states.shape[-2:]
         shape = (capacity, num_kv_heads, self.allocator.page_size, head_dim)
         grown = torch.empty(shape, dtype=states.dtype, device=states.device)

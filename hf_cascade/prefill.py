@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import CascadeCache
 from .plan import Query
-from .tree import Node, token_bytes
+from .tree import Node
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,11 @@ def read_prompts(
         starts = [0] * inputs.shape[0]
     else:
         starts = (attention_mask == 0).sum(1).tolist()
-    ids = input_ids.tolist() if inputs_embeds is None else _embedding_ids(inputs_embeds)
-    rows = [token_bytes(row[start:]) for row, start in zip(ids, starts, strict=True)]
+    if inputs_embeds is None:
+        ids = input_ids.to("cpu", torch.int32).numpy()
+    else:
+        ids = _embedding_ids(inputs_embeds)
+    rows = [row[start:].tobytes() for row, start in zip(ids, starts, strict=True)]
     return Prompts(inputs, rows, starts)
 
 
@@ -72,9 +76,7 @@ def packed_prefill(
     ends = cache.tree.insert(prompts.rows)
     queries = [Query(node, 0, node.kv_len) for node in cache.tree.nodes()]
     source = _sources(cache, queries, prompts, ends)
-    positions = torch.tensor(
-        [p for query in queries for p in _positions(cache, query)], device=source.device
-    )
+    positions = torch.cat([_positions(cache, query) for query in queries]).to(source.device)
     last_of = {node: i for i, node in enumerate(dict.fromkeys(ends))}
     logits: list[Tensor | None] = [None] * len(last_of)
     start = 0
@@ -160,19 +162,23 @@ def _sources(
         for node in cache.tree.path(end):
             first_index.setdefault(node, index)
             index += node.kv_len
-    indices = [
-        first_index[query.node] + t for query in queries for t in range(query.start, query.stop)
+    runs = [
+        torch.arange(first_index[query.node] + query.start, first_index[query.node] + query.stop)
+        for query in queries
     ]
-    return torch.tensor(indices, device=prompts.inputs.device)
+    return torch.cat(runs).to(prompts.inputs.device)
 
 
-def _positions(cache: CascadeCache, query: Query) -> range:
+def _positions(cache: CascadeCache, query: Query) -> Tensor:
     depth = sum(node.kv_len for node in cache.tree.path(query.node)[:-1])
-    return range(depth + query.start, depth + query.stop)
+    return torch.arange(depth + query.start, depth + query.stop)
 
 
-def _embedding_ids(inputs_embeds: Tensor) -> list[list[int]]:
-    """Equal ids for embeddings that are equal bit for bit."""
+def _embedding_ids(inputs_embeds: Tensor) -> np.ndarray:
+    """[batch, length] int32: equal ids for embeddings that are equal bit for bit."""
     as_bytes = inputs_embeds.detach().contiguous().view(torch.uint8).cpu().numpy()
     ids: dict[bytes, int] = {}
-    return [[ids.setdefault(row.tobytes(), len(ids)) for row in batch] for batch in as_bytes]
+    return np.array(
+        [[ids.setdefault(row.tobytes(), len(ids)) for row in batch] for batch in as_bytes],
+        dtype=np.int32,
+    )

@@ -49,7 +49,9 @@ class Cascade:
         self.options = options
         self._lock = threading.RLock()
         self._strict = options.strict
-        self._calls: list[Call] = []  # the running one last; several when generate is nested
+        self._calls: list[
+            Call
+        ] = []  # the running one last; several where generate runs inside generate
         self._stats: GenerateStats | None = None
         self._description = "no generate call yet"
         self._warned: set[str] = set()
@@ -97,10 +99,10 @@ class Cascade:
         """One `generate` call: exclusive, and whatever happens inside, every page comes back."""
         with self._lock:
             self._drain()
-            call = Call(is_nested=bool(self._calls))
-            self._calls.append(call)
-            if not call.is_nested:
+            call = Call()
+            if not self._calls:
                 self.allocator.reset_peak()
+            self._calls.append(call)
             try:
                 with call.cleanup:
                     yield call
@@ -158,8 +160,7 @@ class Cascade:
 class Call:
     """The running state of one `generate` call, from which its stats are made."""
 
-    def __init__(self, is_nested: bool) -> None:
-        self.is_nested = is_nested
+    def __init__(self) -> None:
         self.thread = threading.get_ident()
         self.cleanup = ExitStack()  # undone when generate ends, however it ends
         self.cache: CascadeCache | None = None
