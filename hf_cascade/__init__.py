@@ -11,6 +11,7 @@ from .errors import (
     UnsupportedCallError,
     UnsupportedModelError,
 )
+from .fuse import fuse_pass
 from .patch import patch, unpatch
 from .stats import GenerateStats
 
@@ -21,6 +22,7 @@ __all__ = [
     "OutOfPagesError",
     "UnsupportedCallError",
     "UnsupportedModelError",
+    "fuse_pass",
     "patch",
     "unpatch",
 ]

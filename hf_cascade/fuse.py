@@ -1,0 +1,168 @@
+"""An Inductor pass that turns the four ops of a cascade into one.
+
+    append_kv -> prefix_attention --+                          cascade_attention
+             \\-> suffix_attention --+-> merge_state    =====>
+
+It runs on the post-grad graph, in which torch.compile has already made mutation explicit:
+`append_kv` stands there as `auto_functionalized_v2(append_kv, ..)`, whose results are the pools
+after the write. The fused node is one such call of `cascade_attention`. What is not exactly this
+pattern is left as it is: different pools, plans or scales, a state or a pool that something else
+reads in between.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+from . import ops  # noqa: F401  (declares the ops that are named below)
+
+_OPS = torch.ops.hf_cascade
+_PREFIX_ARGUMENTS = (
+    "q", "k_pool", "v_pool", "q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot",
+    "reader_indptr", "readers", "sm_scale",
+)  # fmt: skip
+_SUFFIX_ARGUMENTS = (*_PREFIX_ARGUMENTS[:8], "leaves", "sm_scale")
+
+
+class FusePass(CustomGraphPass):
+    """The pass; `num_fused` counts the cascades it has fused since it was made."""
+
+    def __init__(self, then: Callable[[Graph], None] | None = None) -> None:
+        self.then = then
+        self.num_fused = 0
+
+    def __call__(self, graph: Graph) -> None:
+        merges = graph.find_nodes(op="call_function", target=_OPS.merge_state.default)
+        self.num_fused += sum(_fuse(merge) for merge in merges)
+        if self.then is not None:
+            self.then(graph)
+
+    def uuid(self) -> Any:
+        """What the compile cache keys on; None (no caching) if the chained pass has no key."""
+        own = get_hash_for_files((__file__,))
+        if self.then is None:
+            return own
+        other = self.then.uuid() if isinstance(self.then, CustomGraphPass) else None
+        return None if other is None else (own, other)
+
+
+def fuse_pass(then: Callable[[Graph], None] | None = None) -> FusePass:
+    """A pass for `torch.compile(.., options={"post_grad_custom_pre_pass": fuse_pass()})`.
+
+    Fuses `append_kv -> prefix_attention, suffix_attention -> merge_state` into
+    `cascade_attention` wherever code composes the public ops in this way.
+
+    Args:
+        then: another pass to run afterwards, such as one that was set before.
+    """
+    return FusePass(then)
+
+
+def _fuse(merge: Node) -> bool:
+    """Fuse the cascade that ends in this merge_state; False if there is none."""
+    states = _states(merge)
+    if states is None:
+        return False
+    prefix, suffix = (_arguments(node, names) for node, names in states)
+    if any(prefix[name] != suffix[name] for name in (*_PREFIX_ARGUMENTS[:8], "sm_scale")):
+        return False
+    append = _append_of(
+        prefix["k_pool"], prefix["v_pool"], readers={n for n, _ in states}, merge=merge
+    )
+    if append is None:
+        return False
+
+    graph = merge.graph
+    kwargs = {
+        name: value for name, value in append.kwargs.items() if name not in ("k_pool", "v_pool")
+    }
+    kwargs |= {name: suffix[name] for name in _SUFFIX_ARGUMENTS if name not in ("k_pool", "v_pool")}
+    kwargs |= {name: prefix[name] for name in ("reader_indptr", "readers")}
+    with graph.inserting_before(merge):
+        fused = graph.call_function(
+            auto_functionalized_v2, (_OPS.cascade_attention.default,), kwargs
+        )
+        # (out, lse) of the op, then the pools: append_kv itself returns nothing, shown as None.
+        fused.meta["val"] = (*merge.meta["val"], *append.meta["val"][1:])
+        results = [graph.call_function(operator.getitem, (fused, i)) for i in range(4)]
+        for result, value in zip(results, fused.meta["val"], strict=True):
+            result.meta["val"] = value
+    _redirect(merge, {0: results[0], 1: results[1]})
+    _redirect(append, {1: results[2], 2: results[3]}, apart_from={n for n, _ in states})
+    for node in (merge, *(n for n, _ in states), append):
+        _erase(node)
+    return True
+
+
+def _states(
+    merge: Node,
+) -> tuple[tuple[Node, tuple[str, ...]], tuple[Node, tuple[str, ...]]] | None:
+    """The prefix and the suffix attention that this merge alone reads, in either order."""
+    if len(merge.args) != 4:
+        return None
+    out_a, lse_a, out_b, lse_b = merge.args
+    sources = [_source(out, lse) for out, lse in ((out_a, lse_a), (out_b, lse_b))]
+    by_target = {node.target: node for node in sources if node is not None}
+    prefix = by_target.get(_OPS.prefix_attention.default)
+    suffix = by_target.get(_OPS.suffix_attention.default)
+    if prefix is None or suffix is None:
+        return None
+    for node in (prefix, suffix):
+        if any(set(item.users) != {merge} for item in node.users):
+            return None
+    return (prefix, _PREFIX_ARGUMENTS), (suffix, _SUFFIX_ARGUMENTS)
+
+
+def _source(out: Any, lse: Any) -> Node | None:
+    """The node whose results 0 and 1 these are."""
+    items = [
+        (item.args[0], item.args[1])
+        for item in (out, lse)
+        if isinstance(item, Node) and item.target is operator.getitem
+    ]
+    if len(items) != 2 or items[0][0] is not items[1][0] or [i for _, i in items] != [0, 1]:
+        return None
+    return items[0][0]  # type: ignore[return-value]
+
+
+def _append_of(k_pool: Any, v_pool: Any, readers: set[Node], merge: Node) -> Node | None:
+    """The append whose pools these are, if nothing but `readers` reads them before `merge`."""
+    for pool, position in ((k_pool, 1), (v_pool, 2)):
+        if not isinstance(pool, Node) or pool.target is not operator.getitem:
+            return None
+        if pool.args[1] != position:
+            return None
+        if any(user not in readers and user < merge for user in pool.users):
+            return None
+    append = k_pool.args[0]
+    is_append = (
+        append is v_pool.args[0]
+        and append.target is auto_functionalized_v2
+        and append.args[0] is _OPS.append_kv.default
+    )
+    return append if is_append else None
+
+
+def _arguments(node: Node, names: Iterable[str]) -> dict[str, Any]:
+    return dict(zip(names, node.args, strict=True)) | dict(node.kwargs)
+
+
+def _redirect(node: Node, results: dict[int, Node], apart_from: Collection[Node] = ()) -> None:
+    for item in list(node.users):
+        item.replace_all_uses_with(
+            results[item.args[1]],  # type: ignore[index]
+            delete_user_cb=lambda user: user not in apart_from,
+        )
+
+
+def _erase(node: Node) -> None:
+    for item in list(node.users):
+        item.graph.erase_node(item)
+    node.graph.erase_node(node)
