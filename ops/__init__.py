@@ -1,7 +1,7 @@
 """The ops of hf_cascade, as functions and as `torch.ops.hf_cascade.*`; needs torch only."""
 
 from .append import DROPPED_SLOT, append_kv
-from .cascade import cascade_attention, prefix_attention, suffix_attention
+from .cascade import cascade_attention, prefix_attention, suffix_attention, work_list
 from .merge import merge_state, merge_states
 
 __all__ = [
@@ -12,4 +12,5 @@ __all__ = [
     "merge_states",
     "prefix_attention",
     "suffix_attention",
+    "work_list",
 ]

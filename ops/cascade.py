@@ -105,6 +105,7 @@ def cascade_attention(
     reader_indptr: Tensor,
     readers: Tensor,
     sm_scale: float,
+    work: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append new K and V, then attend to prefix and suffix and merge: a layer's whole attention.
 
@@ -112,12 +113,43 @@ def cascade_attention(
         k, v: [num_tokens, num_kv_heads, head_dim], the new tokens' KV, typed like the pools.
         slots: [num_tokens], where they go, see `append_kv`; k_pool and v_pool are written.
         others: as `prefix_attention` and `suffix_attention`.
+        work: what `work_list` returned for these index arguments and head counts; made anew in
+            every call if None.
     Returns:
         (out, lse) of each query token over its whole path.
     """
     return torch.ops.hf_cascade.cascade_attention(
         q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
-        leaves, reader_indptr, readers, sm_scale,
+        leaves, reader_indptr, readers, sm_scale, work,
+    )  # fmt: skip
+
+
+def work_list(
+    q_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    leaves: Tensor,
+    reader_indptr: Tensor,
+    readers: Tensor,
+    *,
+    page_size: int,
+    num_q_heads: int,
+    num_kv_heads: int,
+) -> Tensor:
+    """How `cascade_attention` cuts its work, found once a step for all layers alike in heads.
+
+    It depends on the values of the index arguments: make it after they changed, on the same
+    stream. Nothing waits for the host. On the CPU its values mean nothing.
+
+    Args:
+        q_indptr, kv_indices, kv_len, leaves, reader_indptr, readers: see above.
+        page_size, num_q_heads, num_kv_heads: of the pools and of q.
+    Returns:
+        int32, to be passed as `work`; its size depends on the shapes of the arguments alone.
+    """
+    return torch.ops.hf_cascade.work_list(
+        q_indptr, kv_indices, kv_len, leaves, reader_indptr, readers, page_size, num_q_heads,
+        num_kv_heads,
     )  # fmt: skip
 
 
@@ -176,7 +208,7 @@ def _suffix_attention_fake(
 
 def _cascade_attention(
     q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
-    leaves, reader_indptr, readers, sm_scale,
+    leaves, reader_indptr, readers, sm_scale, work=None,
 ):  # fmt: skip
     append_kv(k, v, k_pool, v_pool, slots)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
@@ -187,13 +219,22 @@ def _cascade_attention(
 
 def _cascade_attention_fake(
     q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
-    leaves, reader_indptr, readers, sm_scale,
+    leaves, reader_indptr, readers, sm_scale, work=None,
 ):  # fmt: skip
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     append_kv(k, v, k_pool, v_pool, slots)
     _check_prefix(q, k_pool, v_pool, *nodes, reader_indptr, readers)
     _check_suffix(q, k_pool, v_pool, *nodes, leaves)
     return _state_like(q)
+
+
+def _work_list(
+    q_indptr, kv_indices, kv_len, leaves, reader_indptr, readers, page_size, num_q_heads,
+    num_kv_heads,
+):  # fmt: skip
+    header, num_seqs, num_nodes = 8, q_indptr.shape[0] - 1, kv_len.shape[0]
+    size = header + 2 * num_nodes + 1 + 2 * (num_seqs + 1) + readers.shape[0]  # csrc/params.h
+    return q_indptr.new_zeros(size)
 
 
 def _state_like(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +272,14 @@ define(
 )
 define(
     "cascade_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    f"Tensor slots, {_NODES}, Tensor leaves, {_READERS}, float sm_scale) -> (Tensor, Tensor)",
+    f"Tensor slots, {_NODES}, Tensor leaves, {_READERS}, float sm_scale, Tensor? work=None) "
+    "-> (Tensor, Tensor)",
     implementation=_cascade_attention,
     fake=_cascade_attention_fake,
+)
+define(
+    "work_list(Tensor q_indptr, Tensor kv_indices, Tensor kv_len, Tensor leaves, "
+    f"{_READERS}, int page_size, int num_q_heads, int num_kv_heads) -> Tensor",
+    implementation=_work_list,
+    fake=_work_list,
 )

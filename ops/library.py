@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from . import kernels
+
 LIBRARY = torch.library.Library("hf_cascade", "DEF")
 
 
@@ -15,14 +17,28 @@ def define(schema: str, *, implementation: Callable, fake: Callable) -> None:
     Args:
         schema: name, arguments and returns as torch.library writes them; an argument that the op
             writes into is marked `Tensor(a!)`.
-        implementation: composed of torch operators, serves every device without a kernel.
+        implementation: composed of torch operators, serves every device without a kernel. It is
+            also `hf_cascade::composed_<name>`, to which a CUDA kernel hands what does not fit it.
         fake: shapes and dtypes of the results, for tracing; checks as the implementation does.
     """
     name = schema.split("(", 1)[0]
     LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    LIBRARY.define(f"composed_{schema}")
+    LIBRARY.impl(f"composed_{name}", implementation, "CompositeExplicitAutograd")
+    LIBRARY.impl(name, _with_kernels(name, implementation), "CompositeExplicitAutograd")
     LIBRARY.impl(name, _refuse_gradients(name), "Autograd")
     torch.library.register_fake(f"hf_cascade::{name}", fake, lib=LIBRARY)
+
+
+def _with_kernels(name: str, implementation: Callable) -> Callable:
+    """`implementation`, but the first call with a CUDA tensor looks for the kernels first."""
+
+    def served(*args):
+        if args[0].is_cuda and kernels.load().library:
+            return getattr(torch.ops.hf_cascade, name).default(*args)  # now a kernel's
+        return implementation(*args)
+
+    return served
 
 
 def _refuse_gradients(name: str) -> Callable:

@@ -106,8 +106,9 @@ def cascade_attention(
     reader_indptr: Tensor,
     readers: Tensor,
     sm_scale: float,
+    work: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append, then attend to prefixes and suffixes, then merge."""
+    """Append, then attend to prefixes and suffixes, then merge; `work` changes how, not what."""
     append_kv(k, v, k_pool, v_pool, slots)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     prefix = prefix_attention(q, k_pool, v_pool, *nodes, reader_indptr, readers, sm_scale)

@@ -147,7 +147,7 @@ class PagedTree:
             "readers": [seq for node in self.nodes for seq in node.readers],
         }
         named = vars(self) | {name: int32(values) for name, values in index.items()}
-        return {name: named[name] for name in inspect.signature(op).parameters}
+        return {name: named[name] for name in inspect.signature(op).parameters if name in named}
 
     @property
     def page_size(self) -> int:

@@ -1,0 +1,57 @@
+"""Everything about the CUDA kernels that needs a GPU, in one call: are they right, are they fast.
+
+    python benchmarks/gpu_check.py [--tests] [--bench quick|full] [--sanitize]
+
+Runs from a checkout without installing it, next to a library that was built elsewhere
+(`python -m hf_cascade.ops.kernels`). Results go to $OUT if set, else to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tests", action="store_true", help="tests/test_kernels*.py")
+    parser.add_argument("--bench", choices=("quick", "full"), help="benchmarks/bench_attention.py")
+    parser.add_argument("--sanitize", action="store_true", help="tests under compute-sanitizer")
+    arguments = parser.parse_args()
+    # hf_cascade.ops is the folder ops/: a link in a scratch package gives it that name.
+    shim = Path("/tmp/hf_cascade_shim")
+    shim.mkdir(exist_ok=True)
+    package = shim / "hf_cascade"
+    if not package.exists():
+        package.mkdir()
+        for source in (ROOT / "hf_cascade").glob("*"):
+            (package / source.name).symlink_to(source)
+        (package / "ops").symlink_to(ROOT / "ops")
+        (package / "csrc").symlink_to(ROOT / "csrc")
+    paths = [str(shim), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1"}
+    tests = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
+    tests += [str(path) for path in sorted((ROOT / "tests").glob("test_kernels*.py"))]
+    commands = []
+    if arguments.tests:
+        commands.append(tests)
+    if arguments.bench:
+        bench = ROOT / "benchmarks" / "bench_attention.py"
+        commands.append([sys.executable, str(bench), "--grid", arguments.bench])
+    if arguments.sanitize:
+        for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
+            commands.append(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests])
+            commands[-1] += ["-k", "sanitized"]
+    failed = [c for c in commands if subprocess.run(c, env=environment, cwd=ROOT).returncode]
+    for command in failed:
+        print("FAILED:", " ".join(command))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+// Writing new K and V into pages.
+//
+// A thread moves 16 bytes of K and the same of V, for one token and head; the threads of a head's
+// row lie side by side, so reads and writes are whole rows of head_dim.
+//   Memory   k and v once in, once out; one slot lookup a thread, shared by the row through L1.
+//   Also     clears the counters of the attention launch that follows: one launch less, and
+//            nothing of an earlier launch, finished or not, can leak into it.
+#pragma once
+
+#include "params.h"
+#include "ptx.cuh"
+
+namespace hf_cascade {
+
+struct AppendParams {
+  const void* k;  // [num_tokens, num_kv_heads, head_dim], strides below, in 16-byte chunks
+  const void* v;
+  void* k_pool;  // [num_pages, num_kv_heads, page_size, head_dim]
+  void* v_pool;
+  const int32_t* slots;  // [num_tokens], page * page_size + offset; negative drops the token
+  int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
+  int num_tokens, num_kv_heads, page_size;
+  int chunks_per_row;  // head_dim in 16-byte chunks
+  int32_t* counters;   // [num_counters], set to 0
+  int num_counters;
+};
+
+static __global__ void append_kv_kernel(const AppendParams params) {
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
+  ptx::let_next_kernel_start();
+  ptx::wait_for_previous_kernel();
+  for (int64_t i = thread; i < params.num_counters; i += num_threads) params.counters[i] = 0;
+
+  const int64_t chunks_per_token = int64_t{params.num_kv_heads} * params.chunks_per_row;
+  const int64_t token = thread / chunks_per_token;
+  if (token >= params.num_tokens) return;
+  const int32_t slot = params.slots[token];
+  if (slot < 0) return;
+  const int head = static_cast<int>(thread % chunks_per_token) / params.chunks_per_row;
+  const int chunk = static_cast<int>(thread % params.chunks_per_row);
+  const int64_t page = slot / params.page_size;
+  const int offset = slot % params.page_size;
+  const int64_t target =
+      ((page * params.num_kv_heads + head) * params.page_size + offset) * params.chunks_per_row +
+      chunk;
+  static_cast<int4*>(params.k_pool)[target] = static_cast<const int4*>(
+      params.k)[token * params.k_token_stride + head * params.k_head_stride + chunk];
+  static_cast<int4*>(params.v_pool)[target] = static_cast<const int4*>(
+      params.v)[token * params.v_token_stride + head * params.v_head_stride + chunk];
+}
+
+}  // namespace hf_cascade

@@ -1,0 +1,159 @@
+// Attention of 16 query rows to the tokens of one KV tile, by one warp, with mma.sync.
+//
+//   Owns      16 rows: a thread holds rows lane / 4 and lane / 4 + 8, and of each the columns
+//             2 * (lane % 4) + {0, 1} + 8 j (the accumulator layout of m16n8k16).
+//   Computes  S = q K^T, online softmax in base 2, O += P V. P never leaves the registers: the
+//             accumulator layout of S is the operand layout of P.
+#pragma once
+
+#include "attention_state.cuh"
+#include "attention_traits.cuh"
+#include "ptx.cuh"
+
+namespace hf_cascade {
+
+template <typename Traits>
+struct RowTile {
+  static constexpr int kColumnTiles = Traits::kHeadDim / 8;
+  static constexpr int kDepthSteps = Traits::kHeadDim / 16;
+
+  float out[kColumnTiles][4];  // not normalized
+  float maximum[2];            // of the scores seen, times scale_log2
+  float sum[2];                // of this thread's columns
+  uint32_t query[Traits::kQueriesInRegisters ? kDepthSteps : 1][4];
+
+  __device__ void clear() {
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[j][i] = 0.f;
+    }
+    maximum[0] = maximum[1] = negative_infinity();
+    sum[0] = sum[1] = 0.f;
+  }
+
+  static __device__ uint32_t query_address(uint32_t granule, int step) {
+    const int lane = threadIdx.x % 32;
+    return swizzled<Traits::kGranuleRows>(granule, lane % 16, 2 * step + lane / 16);
+  }
+
+  __device__ void load_queries(uint32_t granule) {
+    if constexpr (Traits::kQueriesInRegisters) {
+#pragma unroll
+      for (int step = 0; step < kDepthSteps; ++step) {
+        ptx::load_matrices(query[step], query_address(granule, step));
+      }
+    }
+  }
+
+  // Tokens [16 * first, 16 * (first + kCount)) of the tile. Of row r only those before limit[r]
+  // count (row 0: lane / 4, row 1: lane / 4 + 8); kMasked says whether any limit matters.
+  template <int kCount, bool kMasked>
+  __device__ void attend(uint32_t granule, uint32_t k, uint32_t v, int first, const int (&limit)[2],
+                         float scale_log2) {
+    float score[2 * kCount][4] = {};
+    multiply_keys<kCount>(score, granule, k, first);
+    if constexpr (kMasked) {
+#pragma unroll
+      for (int j = 0; j < 2 * kCount; ++j) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int token = 16 * first + 8 * j + 2 * (threadIdx.x % 4) + i % 2;
+          if (token >= limit[i / 2]) score[j][i] = negative_infinity();
+        }
+      }
+    }
+    soften<2 * kCount>(score, scale_log2);
+    multiply_values<kCount>(score, v, first);
+  }
+
+  // Sums over the four threads that share a row.
+  __device__ void finish_sums() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    }
+  }
+
+ private:
+  template <int kCount>
+  __device__ void multiply_keys(float (&score)[2 * kCount][4], uint32_t granule, uint32_t k,
+                                int first) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int step = 0; step < kDepthSteps; ++step) {
+      uint32_t loaded[4];
+      if constexpr (!Traits::kQueriesInRegisters) {
+        ptx::load_matrices(loaded, query_address(granule, step));
+      }
+      const uint32_t (&a)[4] = Traits::kQueriesInRegisters ? query[step] : loaded;
+#pragma unroll
+      for (int t = 0; t < kCount; ++t) {
+        uint32_t b[4];  // tokens 0..7 then 8..15, for each the two halves of the 16 columns
+        const int token = 16 * (first + t) + lane % 8 + lane / 16 * 8;
+        ptx::load_matrices(b, swizzled<Traits::kKvTile>(k, token, 2 * step + lane / 8 % 2));
+        ptx::multiply_add<typename Traits::T>(score[2 * t], a, b[0], b[1]);
+        ptx::multiply_add<typename Traits::T>(score[2 * t + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Scores to probabilities relative to the new maximum; rescales what was summed before.
+  template <int kTiles>
+  __device__ void soften(float (&score)[kTiles][4], float scale_log2) {
+    float offset[2], keep[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float larger = negative_infinity();
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        larger = fmaxf(larger, fmaxf(score[j][2 * r], score[j][2 * r + 1]));
+      }
+      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 1));
+      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 2));
+      larger = fmaxf(maximum[r], larger * scale_log2);
+      // A row that has seen nothing yet: -inf - -inf would be NaN.
+      offset[r] = larger == negative_infinity() ? 0.f : larger;
+      keep[r] = ptx::exp2_approx(maximum[r] - offset[r]);
+      maximum[r] = larger;
+      sum[r] *= keep[r];
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        score[j][i] = ptx::exp2_approx(fmaf(score[j][i], scale_log2, -offset[i / 2]));
+        sum[i / 2] += score[j][i];
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[j][i] *= keep[i / 2];
+    }
+  }
+
+  template <int kCount>
+  __device__ void multiply_values(const float (&score)[2 * kCount][4], uint32_t v, int first) {
+    using T = typename Traits::T;
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int t = 0; t < kCount; ++t) {
+      const float (&left)[4] = score[2 * t];
+      const float (&right)[4] = score[2 * t + 1];
+      const uint32_t a[4] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
+                             pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
+#pragma unroll
+      for (int j = 0; j < kColumnTiles / 2; ++j) {
+        uint32_t b[4];  // columns 0..7 then 8..15, for each the two halves of the 16 tokens
+        const int token = 16 * (first + t) + lane % 16;
+        ptx::load_matrices_transposed(b, swizzled<Traits::kKvTile>(v, token, 2 * j + lane / 16));
+        ptx::multiply_add<T>(out[2 * j], a, b[0], b[1]);
+        ptx::multiply_add<T>(out[2 * j + 1], a, b[2], b[3]);
+      }
+    }
+  }
+};
+
+}  // namespace hf_cascade

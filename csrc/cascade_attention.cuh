@@ -1,0 +1,397 @@
+// Attention over a KV tree in one launch: prefixes, suffixes and the merge along the paths.
+//
+// A persistent CTA, one a multiprocessor: 8 consumer warps and 1 producer warp (paged_kv.cuh). It
+// takes work items by ticket until none is left; an item is (node, KV split, query tile, kv head).
+//   Memory   K and V tiles stream through a ring of stages of 32 KB. A byte of a shared node comes
+//            from DRAM once and serves up to 128 query rows (a group's heads are rows) a tile.
+//   Compute  Two ways, by the kind of node and never by the batch, which would change bits.
+//            Shared node: a warp owns 16 of the item's 128 rows and sees every token of the tile.
+//            Leaf (at most 8 rows, one sequence): each warp takes 16 tokens of the tile for all
+//            rows; the warps' states are folded in warp order when the item ends.
+//   Writes   A query that has but one state: its row of `out` and `lse`. Else a float32 partial
+//            state to its slot; then the item counts itself in at the (sequence, kv head)'s
+//            counter, and whoever completes the count folds the states in slot order. Nobody
+//            waits for anybody, and no order of arrival shows in the result.
+#pragma once
+
+#include "attention_tile.cuh"
+#include "paged_kv.cuh"
+
+namespace hf_cascade {
+
+enum NamedBarrier { kConsumerBarrier = 1 };
+
+template <typename Traits>
+class Consumer {
+  using T = typename Traits::T;
+
+ public:
+  __device__ Consumer(const AttentionParams& params, const SharedMemory<Traits>& shared)
+      : p_(params),
+        shared_(shared),
+        control_(shared.control()),
+        lane_(threadIdx.x % 32),
+        warp_(threadIdx.x / 32) {}
+
+  __device__ void run() {
+    int stage = 0;
+    uint32_t phase = 0;
+    for (;;) {
+      ptx::barrier_wait(&control_.full[stage], phase);
+      const Tile tile = control_.tiles[stage];
+      if (tile.flags & Tile::kStop) return;
+      if (tile.flags & Tile::kLeaf) {
+        attend_leaf(tile, stage);
+      } else if (Traits::kGranuleRows * warp_ < tile.num_rows) {
+        attend_shared(tile, stage);
+      }
+      __syncwarp();
+      if (lane_ == 0) ptx::barrier_arrive(&control_.empty[stage]);
+      if (tile.flags & Tile::kLast) {
+        if (tile.flags & Tile::kLeaf) {
+          finish_leaf(tile);
+        } else {
+          finish_shared(tile);
+        }
+      }
+      if (++stage == shared_.num_stages) {
+        stage = 0;
+        phase ^= 1;
+      }
+    }
+  }
+
+ private:
+  // ------------------------------------------------------------------ tiles
+
+  __device__ void attend_shared(const Tile& tile, int stage) {
+    const uint32_t granule = shared_.q(warp_);
+    if (tile.flags & Tile::kFirst) {
+      rows_.load_queries(granule);
+      rows_.clear();
+      // The only reader of this granule: it arrives for all 8 warps.
+      if (Traits::kQueriesInRegisters && lane_ < kConsumerWarps) {
+        ptx::barrier_arrive(&control_.granule_empty[warp_]);
+      }
+    }
+    constexpr int kAll = Traits::kSlices;
+    if (tile.num_tokens == Traits::kKvTile && !(tile.flags & Tile::kCausal)) {
+      rows_.template attend<kAll, false>(granule, shared_.k(stage), shared_.v(stage), 0, {0, 0},
+                                         p_.scale_log2);
+    } else {
+      int limit[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int seen =
+            tile.flags & Tile::kCausal ? tile.visible + row_of(r) / p_.group_size : tile.num_tokens;
+        limit[r] = min(tile.num_tokens, seen);
+      }
+      rows_.template attend<kAll, true>(granule, shared_.k(stage), shared_.v(stage), 0, limit,
+                                        p_.scale_log2);
+    }
+  }
+
+  __device__ void attend_leaf(const Tile& tile, int stage) {
+    const uint32_t granule = shared_.q(tile.granule);
+    if (tile.flags & Tile::kFirst) {
+      rows_.load_queries(granule);
+      rows_.clear();
+      if (Traits::kQueriesInRegisters && lane_ == 0) {
+        ptx::barrier_arrive(&control_.granule_empty[tile.granule]);
+      }
+    }
+    const int slice = warp_ % Traits::kSlices;
+    if (tile.index % Traits::kTeams != warp_ / Traits::kSlices) return;
+    if (16 * slice >= tile.num_tokens) return;
+    const int limit[2] = {tile.num_tokens, tile.num_tokens};
+    rows_.template attend<1, true>(granule, shared_.k(stage), shared_.v(stage), slice, limit,
+                                   p_.scale_log2);
+  }
+
+  // The item's row that this thread holds in its r-th half.
+  __device__ int row_of(int r) const { return Traits::kGranuleRows * warp_ + lane_ / 4 + 8 * r; }
+
+  // ------------------------------------------------------------------ the end of a shared item
+
+  __device__ void finish_shared(const Tile& tile) {
+    const Target* targets = control_.targets[tile.targets];
+    const int num_tokens = tile.num_rows / p_.group_size;
+    if (Traits::kGranuleRows * warp_ < tile.num_rows) {
+      if (!Traits::kQueriesInRegisters && lane_ < kConsumerWarps) {
+        ptx::barrier_arrive(&control_.granule_empty[warp_]);
+      }
+      rows_.finish_sums();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row_of(r), t = row / p_.group_size;
+        if (row >= tile.num_rows || targets[t].seq < 0) continue;
+        const int q_head = tile.head * p_.group_size + row - t * p_.group_size;
+        write_row(targets[t], q_head, r);
+      }
+    }
+    if (tile.flags & Tile::kPartial) count_in(tile, targets, num_tokens);
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(&control_.targets_empty[tile.targets]);
+  }
+
+  __device__ void write_row(const Target& target, int q_head, int r) {
+    const float normalizer = rows_.sum[r] == 0.f ? 0.f : 1.f / rows_.sum[r];
+    const float lse_log2 = rows_.maximum[r] + log2f(rows_.sum[r]);
+    const int num_q_heads = p_.num_kv_heads * p_.group_size;
+    if (target.slot >= 0) {
+      const int64_t row = int64_t{target.slot} * num_q_heads + q_head;
+      float* out = p_.state_out + row * Traits::kHeadDim + 2 * (lane_ % 4);
+#pragma unroll
+      for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
+        __stcg(reinterpret_cast<float2*>(out + 8 * j),
+               make_float2(rows_.out[j][2 * r] * normalizer, rows_.out[j][2 * r + 1] * normalizer));
+      }
+      if (lane_ % 4 == 0) __stcg(p_.state_lse_log2 + row, lse_log2);
+    } else {
+      const int64_t row = int64_t{~target.slot} * num_q_heads + q_head;
+      T* out = static_cast<T*>(p_.out) + row * Traits::kHeadDim + 2 * (lane_ % 4);
+#pragma unroll
+      for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
+        *reinterpret_cast<uint32_t*>(out + 8 * j) =
+            pack<T>(rows_.out[j][2 * r] * normalizer, rows_.out[j][2 * r + 1] * normalizer);
+      }
+      if (lane_ % 4 == 0) p_.lse[row] = lse_log2 * kLn2;
+    }
+  }
+
+  // All consumers. A thread a query token counts in, and the warps share the merges that fall due.
+  __device__ void count_in(const Tile& tile, const Target* targets, int num_tokens) {
+    ptx::named_barrier_sync(kConsumerBarrier, kConsumers);  // the states are written
+    const int t = static_cast<int>(threadIdx.x);
+    bool completes = false;
+    if (t < num_tokens && targets[t].seq >= 0 && targets[t].slot >= 0) {
+      completes = arrive(targets[t].seq, tile.head);
+    }
+    const uint32_t finished = __ballot_sync(~0u, completes);
+    if (lane_ == 0 && t < kRowsPerTile) control_.finished[warp_] = finished;
+    ptx::named_barrier_sync(kConsumerBarrier, kConsumers);
+    for (int i = warp_; i < num_tokens; i += kConsumerWarps) {
+      if (control_.finished[i / 32] >> (i % 32) & 1) merge(targets[i].seq, tile.head);
+    }
+  }
+
+  // ------------------------------------------------------------------ the end of a leaf's item
+
+  // The warps' states meet in shared memory. One warp, another each time, folds and writes them;
+  // the others go on to the next item, so the latency of writing and counting in is hidden.
+  __device__ void finish_leaf(const Tile& tile) {
+    if (!Traits::kQueriesInRegisters && lane_ == 0) {
+      ptx::barrier_arrive(&control_.granule_empty[tile.granule]);
+    }
+    rows_.finish_sums();
+    ptx::barrier_wait(&control_.exchange_empty, (leaf_items_ & 1) ^ 1);
+    const int row = lane_ / 4;
+    if (row < tile.num_rows) {
+      float* out = exchanged(warp_, row) + 2 * (lane_ % 4);
+#pragma unroll
+      for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
+        *reinterpret_cast<float2*>(out + 8 * j) = make_float2(rows_.out[j][0], rows_.out[j][1]);
+      }
+      if (lane_ % 4 == 0) {
+        control_.exchange_maximum[warp_][row] = rows_.maximum[0];
+        control_.exchange_sum[warp_][row] = rows_.sum[0];
+      }
+    }
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(&control_.exchange_full);
+    if (leaf_items_ % kConsumerWarps == static_cast<uint32_t>(warp_)) {
+      ptx::barrier_wait(&control_.exchange_full, leaf_items_ & 1);
+      fold_leaf(tile);
+    }
+    ++leaf_items_;
+  }
+
+  __device__ void fold_leaf(const Tile& tile) {
+    const Target target = tile.target;
+    const int num_q_heads = p_.num_kv_heads * p_.group_size;
+    for (int row = 0; row < tile.num_rows; ++row) {
+      float maximum = negative_infinity();
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; ++w) {
+        maximum = fmaxf(maximum, control_.exchange_maximum[w][row]);
+      }
+      const float offset = maximum == negative_infinity() ? 0.f : maximum;
+      float weight[kConsumerWarps], sum = 0.f;
+#pragma unroll
+      for (int w = 0; w < kConsumerWarps; ++w) {
+        weight[w] = ptx::exp2_approx(control_.exchange_maximum[w][row] - offset);
+        sum += weight[w] * control_.exchange_sum[w][row];
+      }
+      const float normalizer = sum == 0.f ? 0.f : 1.f / sum;
+      const float lse_log2 = maximum + log2f(sum);
+      const int q_head = tile.head * p_.group_size + row;
+      const int64_t state_row = int64_t{target.slot} * num_q_heads + q_head;
+      const int64_t out_row = int64_t{~target.slot} * num_q_heads + q_head;
+      for (int c = 4 * lane_; c < Traits::kHeadDim; c += 128) {
+        float4 acc = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+        for (int w = 0; w < kConsumerWarps; ++w) {
+          const float4 part = *reinterpret_cast<const float4*>(exchanged(w, row) + c);
+          acc.x += weight[w] * part.x;
+          acc.y += weight[w] * part.y;
+          acc.z += weight[w] * part.z;
+          acc.w += weight[w] * part.w;
+        }
+        const float4 out = {acc.x * normalizer, acc.y * normalizer, acc.z * normalizer,
+                            acc.w * normalizer};
+        if (target.seq < 0) continue;
+        if (target.slot >= 0) {
+          __stcg(reinterpret_cast<float4*>(p_.state_out + state_row * Traits::kHeadDim + c), out);
+        } else {
+          write_out(out_row, c, out);
+        }
+      }
+      if (lane_ == 0 && target.seq >= 0) {
+        if (target.slot >= 0) {
+          __stcg(p_.state_lse_log2 + state_row, lse_log2);
+        } else {
+          p_.lse[out_row] = lse_log2 * kLn2;
+        }
+      }
+    }
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(&control_.exchange_empty);
+    if (target.seq < 0 || target.slot < 0) return;
+    bool completes = false;
+    if (lane_ == 0) completes = arrive(target.seq, tile.head);
+    if (__shfl_sync(~0u, completes, 0)) merge(target.seq, tile.head);
+  }
+
+  __device__ float* exchanged(int warp, int row) const {
+    return shared_.exchange() + (warp * kMaxLeafRows + row) * Traits::kHeadDim;
+  }
+
+  // ------------------------------------------------------------------ the merge
+
+  // Counts one item in; true if all states of (sequence, kv head) are now written. Called after a
+  // barrier that follows the writes, by one thread: its fence covers them all.
+  __device__ bool arrive(int seq, int head) {
+    const int num_states = p_.work.path_indptr[seq + 1] - p_.work.path_indptr[seq];
+    __threadfence();
+    const int before = atomicAdd(p_.counters + kTicketCounters + seq * p_.num_kv_heads + head, 1);
+    return before + 1 == num_states;
+  }
+
+  // A warp folds the states of the group's heads, in slot order.
+  __device__ void merge(int seq, int head) {
+    __threadfence();
+    const int begin = p_.work.path_indptr[seq], end = p_.work.path_indptr[seq + 1];
+    const int num_q_heads = p_.num_kv_heads * p_.group_size;
+    const int token = p_.tree.q_indptr[seq];
+    for (int row = 0; row < p_.group_size; row += kMergeRows) {
+      merge_rows(begin, end, token, num_q_heads, head * p_.group_size + row,
+                 min(kMergeRows, p_.group_size - row));
+    }
+  }
+
+  // Two rows and four states at a time: up to eight independent loads a lane hide L2's latency.
+  static constexpr int kMergeRows = 2, kMergeStates = 4;
+  using StateFold = Fold<LogBase::kTwo>;
+
+  __device__ void merge_rows(int begin, int end, int token, int num_q_heads, int q_head,
+                             int num_rows) {
+    for (int c = 4 * lane_; c < Traits::kHeadDim; c += 128) {
+      StateFold fold[kMergeRows];
+      float4 acc[kMergeRows] = {};
+      for (int s = begin; s < end; s += kMergeStates) {
+        float4 out[kMergeStates][kMergeRows];
+        float lse_log2[kMergeStates][kMergeRows];
+#pragma unroll
+        for (int i = 0; i < kMergeStates; ++i) {
+#pragma unroll
+          for (int r = 0; r < kMergeRows; ++r) {
+            lse_log2[i][r] = negative_infinity();
+            out[i][r] = {0.f, 0.f, 0.f, 0.f};
+            if (s + i < end && r < num_rows) {
+              const int64_t row = int64_t{s + i} * num_q_heads + q_head + r;
+              lse_log2[i][r] = __ldcg(p_.state_lse_log2 + row);
+              out[i][r] = __ldcg(
+                  reinterpret_cast<const float4*>(p_.state_out + row * Traits::kHeadDim + c));
+            }
+          }
+        }
+#pragma unroll
+        for (int i = 0; i < kMergeStates; ++i) {
+#pragma unroll
+          for (int r = 0; r < kMergeRows; ++r) {
+            const StateFold::Weights w = fold[r].push(lse_log2[i][r]);
+            acc[r].x = combine(acc[r].x, out[i][r].x, w);
+            acc[r].y = combine(acc[r].y, out[i][r].y, w);
+            acc[r].z = combine(acc[r].z, out[i][r].z, w);
+            acc[r].w = combine(acc[r].w, out[i][r].w, w);
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kMergeRows; ++r) {
+        if (r >= num_rows) continue;
+        const int64_t row = int64_t{token} * num_q_heads + q_head + r;
+        const float n = fold[r].normalizer();
+        write_out(row, c, {acc[r].x * n, acc[r].y * n, acc[r].z * n, acc[r].w * n});
+        if (c == 0) p_.lse[row] = fold[r].lse() * kLn2;
+      }
+    }
+  }
+
+  __device__ void write_out(int64_t row, int column, const float4& value) {
+    uint2 packed = {pack<T>(value.x, value.y), pack<T>(value.z, value.w)};
+    *reinterpret_cast<uint2*>(static_cast<T*>(p_.out) + row * Traits::kHeadDim + column) = packed;
+  }
+
+  const AttentionParams& p_;
+  const SharedMemory<Traits>& shared_;
+  Control& control_;
+  const int lane_, warp_;
+  RowTile<Traits> rows_;
+  uint32_t leaf_items_ = 0;
+};
+
+// Rows of q that no sequence owns get the empty state.
+template <typename Traits>
+__device__ void clear_unowned_rows(const AttentionParams& p) {
+  const int num_q_heads = p.num_kv_heads * p.group_size;
+  const int64_t first = p.tree.q_indptr[p.tree.num_seqs];
+  for (int64_t token = first + blockIdx.x; token < p.tree.num_tokens; token += gridDim.x) {
+    uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<typename Traits::T*>(p.out) +
+                                                token * num_q_heads * Traits::kHeadDim);
+    for (int i = threadIdx.x; i < num_q_heads * Traits::kHeadDim / 2; i += kConsumers) out[i] = 0;
+    for (int i = threadIdx.x; i < num_q_heads; i += kConsumers) {
+      p.lse[token * num_q_heads + i] = negative_infinity();
+    }
+  }
+}
+
+template <typename Traits>
+__global__ void __maxnreg__(kMaxRegisters)
+    cascade_attention_kernel(const __grid_constant__ AttentionParams params) {
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const SharedMemory<Traits> shared{memory, params.num_stages};
+  Control& control = shared.control();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < params.num_stages; ++i) {
+      ptx::barrier_init(&control.full[i], 33);
+      ptx::barrier_init(&control.empty[i], kConsumerWarps);
+    }
+    for (uint64_t& barrier : control.granule_empty) ptx::barrier_init(&barrier, kConsumerWarps);
+    for (uint64_t& barrier : control.targets_empty) ptx::barrier_init(&barrier, kConsumerWarps);
+    ptx::barrier_init(&control.exchange_full, kConsumerWarps);
+    ptx::barrier_init(&control.exchange_empty, 1);
+  }
+  __syncthreads();
+  ptx::let_next_kernel_start();
+  ptx::wait_for_previous_kernel();
+
+  if (threadIdx.x >= kConsumers) {
+    Producer<Traits>(params, shared).run();
+  } else {
+    clear_unowned_rows<Traits>(params);
+    Consumer<Traits>(params, shared).run();
+  }
+}
+
+}  // namespace hf_cascade

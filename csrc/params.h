@@ -1,0 +1,62 @@
+// The runtime values that several kernels share, with a shape beside each pointer. Plain structs:
+// no CUDA, no torch. N nodes, B sequences; ops/cascade.py says what each array means.
+#pragma once
+
+#include <cstdint>
+
+namespace hf_cascade {
+
+struct TreeParams {
+  const int32_t* q_indptr;       // [B + 1]
+  const int32_t* kv_indptr;      // [N + 1], in pages
+  const int32_t* kv_indices;     // [num listed pages]
+  const int32_t* kv_len;         // [N], tokens
+  const int32_t* first_slot;     // [N]
+  const int32_t* leaves;         // [B]; null where the suffix is not asked for
+  const int32_t* reader_indptr;  // [N + 1]; null where the prefix is not asked for
+  const int32_t* readers;        // [num_reads], ascending within a node
+  int num_tokens;                // rows of packed q
+  int num_seqs;                  // B
+  int num_nodes;                 // N
+  int num_reads;
+};
+
+// How a launch is laid out, the part that depends on the lengths. All of it lies in one int32
+// tensor (the op `attention_work` makes it) so that one list serves all layers of a step.
+struct WorkHeader {
+  int32_t is_decode;             // each sequence has at most one query token
+  int32_t split_shift;           // KV splits are this many times doubled to fit the scratch
+  int32_t num_shared_items;      // work items of shared nodes
+  int32_t num_leaf_items;        // work items of leaves (or, not decoding, of query tiles)
+  int32_t num_mixed_leaf_items;  // of those, how many are handed out between the shared ones
+  int32_t num_shared_nodes;
+  int32_t padding[2];
+};
+
+struct WorkList {
+  WorkHeader* header;
+  int32_t* shared_nodes;  // [N], of which num_shared_nodes are set: the nodes with readers
+  int32_t* shared_items;  // [N + 1], items of the shared nodes before the i-th
+  int32_t* leaf_items;    // [B + 1], items of the sequences before the b-th
+  int32_t* path_indptr;   // [B + 1], partial states (not decoding: prefix nodes) before b's
+  int32_t* path;          // [num_reads]; decoding: per read, the slot of its first partial state;
+                          //   not decoding: the prefix nodes of each sequence, root first
+};
+
+inline int64_t work_list_size(int64_t num_seqs, int64_t num_nodes, int64_t num_reads) {
+  return int64_t{sizeof(WorkHeader) / sizeof(int32_t)} + 2 * num_nodes + 1 + 2 * (num_seqs + 1) +
+         num_reads;
+}
+
+inline WorkList view_work_list(int32_t* work, int num_seqs, int num_nodes) {
+  WorkList list;
+  list.header = reinterpret_cast<WorkHeader*>(work);
+  list.shared_nodes = work + sizeof(WorkHeader) / sizeof(int32_t);
+  list.shared_items = list.shared_nodes + num_nodes;
+  list.leaf_items = list.shared_items + num_nodes + 1;
+  list.path_indptr = list.leaf_items + num_seqs + 1;
+  list.path = list.path_indptr + num_seqs + 1;
+  return list;
+}
+
+}  // namespace hf_cascade

@@ -1,0 +1,209 @@
+// Making the work list: which items a launch has, and where their partial states go.
+//
+// One CTA, once a step, for all layers. An item is (node, KV split, query tile, kv head); the list
+// holds counts only, so an item is found by searching them (`find_item`).
+//   Memory   the lengths and the readers, a few KB, mostly from L2; writes as much.
+//   Compute  a warp a sequence walks the shared nodes 32 at a time, each lane looking for the
+//            sequence among one node's readers; prefix sums over sequences and nodes.
+//   Writes   the WorkList, and zeros into the counters of the launch that follows.
+#pragma once
+
+#include "params.h"
+#include "ptx.cuh"
+
+namespace hf_cascade {
+
+constexpr int kRowsPerTile = 128;   // query rows of one item of a shared node
+constexpr int kMaxLeafRows = 8;     // query rows of a leaf that go the leaf's way
+constexpr int kMinSplit = 512;      // tokens; shorter splits cost more to merge than they save
+constexpr int kMaxSplit = 2048;     // tokens; longer ones leave CTAs idle at the end
+constexpr int kItemsPerNode = 128;  // what a lone sequence should give a whole chip to do
+constexpr int kWorkListThreads = 1024;
+
+__host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// Tokens of one KV split. A function of the node and the head count alone, never of the batch:
+// a row's bits then do not depend on its companions.
+__host__ __device__ inline int split_length(int kv_len, int num_kv_heads, int split_shift) {
+  const int64_t fair = (int64_t{kv_len} * num_kv_heads + kItemsPerNode - 1) / kItemsPerNode;
+  const int64_t shortest = num_kv_heads >= 8 ? kMinSplit : kMinSplit / 2;
+  int64_t length = (fair + 63) / 64 * 64;
+  length = length < shortest ? shortest : length > kMaxSplit ? kMaxSplit : length;
+  length <<= split_shift;
+  return static_cast<int>(length < (1 << 30) ? length : (1 << 30));
+}
+
+__device__ inline int num_splits(int kv_len, int num_kv_heads, int split_shift) {
+  return ceil_div(kv_len, split_length(kv_len, num_kv_heads, split_shift));
+}
+
+__host__ __device__ inline int tokens_per_tile(int group_size) { return kRowsPerTile / group_size; }
+
+// Exclusive prefix sums of `value(i)` for i < n into target[0 .. n], by the whole CTA.
+template <typename Value>
+__device__ void exclusive_sums(int32_t* target, int n, Value value) {
+  __shared__ int32_t warp_sums[kWorkListThreads / 32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t total = 0;
+  for (int start = 0; start < n; start += kWorkListThreads) {
+    const int i = start + static_cast<int>(threadIdx.x);
+    const int32_t own = i < n ? value(i) : 0;
+    int32_t sum = own;
+    for (int step = 1; step < 32; step *= 2) {
+      const int32_t below = __shfl_up_sync(~0u, sum, step);
+      if (lane >= step) sum += below;
+    }
+    if (lane == 31) warp_sums[warp] = sum;
+    __syncthreads();
+    int32_t before = total;
+    for (int w = 0; w < kWorkListThreads / 32; ++w) {
+      if (w < warp) before += warp_sums[w];
+      total += warp_sums[w];
+    }
+    if (i < n) target[i] = before + sum - own;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) target[n] = total;
+  __syncthreads();
+}
+
+// Index of `seq` among readers[begin, end), ascending; -1 if it is not there.
+__device__ inline int find_reader(const int32_t* readers, int begin, int end, int seq) {
+  while (begin < end) {
+    const int middle = (begin + end) / 2;
+    const int32_t found = readers[middle];
+    if (found == seq) return middle;
+    if (found < seq) {
+      begin = middle + 1;
+    } else {
+      end = middle;
+    }
+  }
+  return -1;
+}
+
+static __global__ void __launch_bounds__(kWorkListThreads)
+    work_list_kernel(const TreeParams tree, const WorkList work, int num_kv_heads, int group_size,
+                     int max_states, int32_t* counters, int num_counters) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  constexpr int kWarps = kWorkListThreads / 32;
+  ptx::let_next_kernel_start();
+  ptx::wait_for_previous_kernel();
+  for (int i = thread; i < num_counters; i += kWorkListThreads) counters[i] = 0;
+
+  bool one_token = true;
+  for (int b = thread; b < tree.num_seqs; b += kWorkListThreads) {
+    one_token &= tree.q_indptr[b + 1] - tree.q_indptr[b] <= 1;
+  }
+  const bool is_decode = __syncthreads_and(one_token);
+
+  const auto num_readers = [&](int n) {
+    return tree.reader_indptr ? tree.reader_indptr[n + 1] - tree.reader_indptr[n] : 0;
+  };
+  // shared_items serves as scratch for the ranks here.
+  const auto is_shared = [&](int n) { return num_readers(n) > 0 && tree.kv_len[n] > 0 ? 1 : 0; };
+  exclusive_sums(work.shared_items, tree.num_nodes, is_shared);
+  const int num_shared_nodes = work.shared_items[tree.num_nodes];
+  for (int n = thread; n < tree.num_nodes; n += kWorkListThreads) {
+    if (is_shared(n)) work.shared_nodes[work.shared_items[n]] = n;
+  }
+  __syncthreads();
+
+  const auto leaf_len = [&](int b) { return tree.leaves ? tree.kv_len[tree.leaves[b]] : 0; };
+  // Calls visit(read, node, states before it on the path) for each shared node of b's path.
+  const auto walk_path = [&](int b, int shift, auto visit) {
+    int states = 0;
+    for (int start = 0; start < num_shared_nodes; start += 32) {
+      const int i = start + lane;
+      int read = -1, node = 0;
+      if (i < num_shared_nodes) {
+        node = work.shared_nodes[i];
+        read = find_reader(tree.readers, tree.reader_indptr[node], tree.reader_indptr[node + 1], b);
+      }
+      const int own = read < 0    ? 0
+                      : is_decode ? num_splits(tree.kv_len[node], num_kv_heads, shift)
+                                  : 1;
+      int sum = own;
+      for (int step = 1; step < 32; step *= 2) {
+        const int below = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += below;
+      }
+      if (read >= 0) visit(read, node, states + sum - own);
+      states += __shfl_sync(~0u, sum, 31);
+    }
+    return states;
+  };
+
+  // Count each sequence's states; double the splits until the scratch can hold them all.
+  int shift = 0;
+  for (;; ++shift) {
+    for (int b = warp; b < tree.num_seqs; b += kWarps) {
+      const int states = walk_path(b, shift, [](int, int, int) {});
+      if (lane == 0) work.leaf_items[b] = states;  // scratch: those of the prefix
+    }
+    __syncthreads();
+    exclusive_sums(work.path_indptr, tree.num_seqs, [&](int b) {
+      const int prefix = work.leaf_items[b];
+      if (!is_decode) return prefix;
+      // A sequence with nothing to see still needs an item, to write the empty state.
+      const int leaf = num_splits(leaf_len(b), num_kv_heads, shift);
+      return prefix + leaf > 0 ? prefix + leaf : 1;
+    });
+    if (!is_decode || work.path_indptr[tree.num_seqs] <= max_states || shift == 20) break;
+    __syncthreads();
+  }
+  for (int b = warp; b < tree.num_seqs; b += kWarps) {
+    const int base = work.path_indptr[b];
+    walk_path(b, shift, [&](int read, int node, int before) {
+      if (is_decode) {
+        work.path[read] = base + before;
+      } else {
+        work.path[base + before] = node;
+      }
+    });
+  }
+  __syncthreads();
+
+  // Items. The scratch in leaf_items is read before it is overwritten: each thread its own entry.
+  const int tile_tokens = tokens_per_tile(group_size);
+  exclusive_sums(work.leaf_items, tree.num_seqs, [&](int b) {
+    if (is_decode) {
+      const int states = work.path_indptr[b + 1] - work.path_indptr[b];
+      return (states - work.leaf_items[b]) * num_kv_heads;
+    }
+    return ceil_div(tree.q_indptr[b + 1] - tree.q_indptr[b], tile_tokens) * num_kv_heads;
+  });
+  exclusive_sums(work.shared_items, num_shared_nodes, [&](int i) {
+    if (!is_decode) return 0;
+    const int n = work.shared_nodes[i];
+    return num_splits(tree.kv_len[n], num_kv_heads, shift) * ceil_div(num_readers(n), tile_tokens) *
+           num_kv_heads;
+  });
+
+  if (thread == 0) {
+    WorkHeader header = {};
+    header.is_decode = is_decode;
+    header.split_shift = shift;
+    header.num_shared_items = work.shared_items[num_shared_nodes];
+    header.num_leaf_items = work.leaf_items[tree.num_seqs];
+    header.num_shared_nodes = num_shared_nodes;
+    *work.header = header;
+  }
+}
+
+// The largest i with sums[i] <= value, among i < n; the whole warp asks with one value.
+__device__ inline int find_item(const int32_t* sums, int n, int value) {
+  const int lane = threadIdx.x % 32;
+  int low = 0;
+  while (n > 1) {
+    const int step = ceil_div(n, 32);
+    const int i = lane * step;
+    const bool not_after = i < n && sums[low + i] <= value;
+    const int last = __popc(__ballot_sync(~0u, not_after)) - 1;
+    low += last * step;
+    n = min(step, n - last * step);
+  }
+  return low;
+}
+
+}  // namespace hf_cascade

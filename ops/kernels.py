@@ -1,0 +1,219 @@
+"""Finding, building and loading the CUDA kernels of csrc/.
+
+One shared library per state of the sources: its name carries a key made of the sources, the flags
+and the targets, so a stale library is never loaded. It is looked for beside this file (made ahead
+of time, by setup.py or by `python -m hf_cascade.ops.kernels`), then in the user's cache; where
+neither has it, the first op that meets a CUDA tensor builds it into the cache with nvcc and ninja.
+Where that fails, the ops run composed of torch operators, and `status().reason` says why.
+
+The library uses torch's stable ABI only: built once, against any torch from 2.11 on, with or
+without CUDA, it serves them all and every Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+HEAD_DIMS = (64, 80, 96, 128, 256)  # as in csrc/cascade_attention.cu
+FLAGS = ("-std=c++17", "-O3", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000")
+WARNINGS = ("-Wall", "-Wextra", "-Werror")
+TARGETS = ("80", "90a")  # what a library made ahead of time runs on; newer GPUs take 80 as PTX
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Status:
+    """Whether CUDA kernels serve the ops: `library` is None where not, and `reason` says why."""
+
+    library: Path | None
+    reason: str
+
+
+def status() -> Status:
+    """The kernels loaded by now; loads a library that is already built, builds none."""
+    return _load(build_missing=False)
+
+
+def load() -> Status:
+    """Load the kernels, building them if they are missing. Tries once a process."""
+    found = status()
+    return found if found.library else _load(build_missing=True)
+
+
+def source_folder() -> Path:
+    """csrc/, beside ops/ in the repository and inside it in a wheel."""
+    here = Path(__file__).resolve().parent
+    return next((p for p in (here / "csrc", here.parent / "csrc") if p.is_dir()), here / "csrc")
+
+
+def library_name() -> str:
+    """Name of the library that the sources as they are would give."""
+    digest = hashlib.sha256(repr((FLAGS, HEAD_DIMS)).encode())
+    for source in sorted(source_folder().iterdir()):
+        digest.update(source.name.encode() + source.read_bytes())
+    return f"_C_cuda_{digest.hexdigest()[:16]}.so"
+
+
+def build(
+    library: Path,
+    *,
+    targets: Sequence[str] = TARGETS,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    jobs: int | None = None,
+) -> None:
+    """Compile csrc/ and link `library`.
+
+    Args:
+        targets: compute capabilities without the dot, such as "80" and "90a".
+        head_dims: compile the attention kernels of these only (the library then can't be linked
+            unless they are all of HEAD_DIMS: use it to check that the sources compile).
+        jobs: compilers at a time; None lets ninja choose.
+    Raises:
+        RuntimeError: a tool is missing, or the compiler's output.
+    """
+    nvcc, ninja = _find_nvcc(), _find_ninja()
+    folder = library.parent / (library.stem + ".build")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "build.ninja").write_text(_ninja_file(library, folder, nvcc, targets, head_dims))
+    command = [ninja, "-C", str(folder), *([] if jobs is None else ["-j", str(jobs)])]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise RuntimeError(f"building the CUDA kernels failed:\n{result.stdout}{result.stderr}")
+    shutil.rmtree(folder)
+
+
+@lru_cache(maxsize=2)
+def _load(build_missing: bool) -> Status:
+    try:
+        if torch.version.cuda is None:
+            return Status(None, "this torch is built without CUDA")
+        if not torch.cuda.is_available():
+            return Status(None, "torch finds no CUDA device")
+        if not source_folder().is_dir():
+            return Status(None, f"the sources are missing from {source_folder()}")
+        name = library_name()
+        places = [Path(__file__).resolve().parent / name, _cache_folder() / name]
+        library = next((place for place in places if place.is_file()), None)
+        if library is None:
+            if not build_missing:
+                return Status(None, "not built yet")
+            library = places[-1]
+            _log.warning("building the CUDA kernels into %s; this takes minutes, once", library)
+            # Built aside and moved into place: another process never sees half a library.
+            scratch = library.with_suffix(f".{os.getpid()}.so")
+            build(scratch, targets=(_device_target(),))
+            scratch.replace(library)
+        torch.ops.load_library(str(library))
+        return Status(library, f"loaded {library.name}")
+    except (RuntimeError, OSError) as error:
+        if build_missing:
+            _log.warning("no CUDA kernels, torch operators serve instead: %s", error)
+        return Status(None, str(error))
+
+
+def _cache_folder() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "hf_cascade"
+
+
+def _device_target() -> str:
+    major, minor = torch.cuda.get_device_capability()
+    if major < 8:
+        raise RuntimeError(
+            f"the kernels need compute capability 8.0, the device has {major}.{minor}"
+        )
+    return "90a" if major == 9 else "80"
+
+
+def _find_nvcc() -> str:
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    nvcc = shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+    if nvcc is None:
+        raise RuntimeError("nvcc is not on PATH, nor under CUDA_HOME")
+    return nvcc
+
+
+def _find_ninja() -> str:
+    beside_python = Path(sysconfig.get_path("scripts")) / "ninja"
+    ninja = shutil.which("ninja") or shutil.which(str(beside_python))
+    if ninja is None:
+        raise RuntimeError("ninja is not installed (pip install ninja)")
+    return ninja
+
+
+def _ninja_file(
+    library: Path, folder: Path, nvcc: str, targets: Sequence[str], head_dims: Sequence[int]
+) -> str:
+    sources, torch_folder = source_folder(), Path(torch.__file__).parent
+    includes = f"-isystem {torch_folder / 'include'}"
+    flags = " ".join(FLAGS)
+    # PTX of the oldest target is what GPUs newer than all of them compile at load.
+    gencode = " ".join(
+        f"-gencode=arch=compute_{t},code=[sm_{t}{',compute_80' if t == '80' else ''}]"
+        for t in targets
+    )
+    warnings = "-Werror=all-warnings -Xptxas=--warn-on-spills " + " ".join(
+        f"-Xcompiler={w}" for w in WARNINGS
+    )
+    lines = [
+        "rule nvcc",
+        f"  command = {nvcc} {flags} {gencode} {warnings} -Xcompiler=-fPIC {includes} "
+        "$defines -MD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "rule stub",
+        "  command = echo | c++ -shared -x c - -o $out -Wl,-soname,libtorch_cuda.so",
+        "rule link",
+        f"  command = {nvcc} -shared $in -o $out -L$torch_cuda -L{torch_folder / 'lib'} "
+        "-Xlinker --no-as-needed -ltorch_cpu -ltorch_cuda",
+    ]
+    objects = []
+    for source in sorted(sources.glob("*.cu")):
+        if source.stem == "attention_instance":
+            for head_dim in head_dims:
+                objects.append(f"{source.stem}_{head_dim}.o")
+                lines += [
+                    f"build {objects[-1]}: nvcc {source}",
+                    f"  defines = -DHF_CASCADE_HEAD_DIM={head_dim}",
+                ]
+        else:
+            objects.append(f"{source.stem}.o")
+            lines.append(f"build {objects[-1]}: nvcc {source}")
+    objects.append("bindings.o")
+    lines.append(f"build bindings.o: nvcc {sources / 'bindings.cpp'}")
+    # A torch without CUDA has no libtorch_cuda to link against: the name is all the linker needs.
+    torch_cuda, stub = torch_folder / "lib", ""
+    if not (torch_cuda / "libtorch_cuda.so").exists():
+        torch_cuda, stub = folder, " | libtorch_cuda.so"
+        lines.append("build libtorch_cuda.so: stub")
+    lines += [f"build {library}: link {' '.join(objects)}{stub}", f"  torch_cuda = {torch_cuda}"]
+    complete = set(head_dims) == set(HEAD_DIMS)
+    lines.append(f"default {library if complete else ' '.join(objects)}")
+    return "\n".join(lines) + "\n"
+
+
+def _main() -> None:
+    parser = argparse.ArgumentParser(description="Build the CUDA kernels beside this file.")
+    parser.add_argument("--targets", nargs="+", default=list(TARGETS))
+    parser.add_argument("--jobs", type=int)
+    arguments = parser.parse_args()
+    library = Path(__file__).resolve().parent / library_name()
+    build(library, targets=arguments.targets, jobs=arguments.jobs)
+    print(library)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,358 @@
+"""The CUDA kernels against the oracle: numbers, addressing, launches, and bits.
+
+The ops' own tests run on the CPU; here the same trees meet the kernels, in their dtypes and at
+their sizes. Names in brackets are other projects' issues: what broke there, see what is tried here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import FOREST, TREES, PagedTree, Tree, build
+from hf_cascade.ops import kernels, reference
+from oracle import assert_as_exact, assert_attends, merge, pytorch_merge
+from torch import Tensor
+
+from hf_cascade import ops
+
+STATUS = kernels.status()
+pytestmark = pytest.mark.skipif(STATUS.library is None, reason=f"no kernels: {STATUS.reason}")
+
+HEAD_DIMS = kernels.HEAD_DIMS
+DTYPES = (torch.float16, torch.bfloat16)
+SMALL = Tree("small", (None, 0, 0, 0), (70, 3, 0, 40), (1, 2, 3), head_dim=64, page_size=16)
+
+
+def as_kernels_take(tree: Tree, **changes) -> Tree:
+    return replace(tree, **({"head_dim": 64, "page_size": 16} | changes))
+
+
+def run(op, paged: PagedTree, **more) -> tuple[Tensor, Tensor]:
+    """The op on the GPU, its results on the CPU."""
+    args = on_gpu(paged, op) | more
+    return tuple(x.cpu() for x in op(**args))
+
+
+def on_gpu(paged: PagedTree, op) -> dict:
+    return {
+        name: value.cuda() if isinstance(value, Tensor) else value
+        for name, value in paged.args(op).items()
+    }
+
+
+def assert_tree_attends(paged: PagedTree) -> None:
+    """All three ops give every sequence what the oracle gives it flattened."""
+    states = {
+        "prefixes": run(ops.prefix_attention, paged),
+        "suffixes": run(ops.suffix_attention, paged),
+        "paths": run(ops.cascade_attention, paged.before_append()),
+    }
+    for part, (out, lse) in states.items():
+        for seq, flat in enumerate(getattr(paged, part)):
+            rows = paged.rows(seq)
+            assert_attends((out[rows], lse[rows]), flat, merges=len(paged.nodes))
+
+
+# ------------------------------------------------------------------ trees
+
+
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_trees(tree, dtype):
+    assert_tree_attends(build(as_kernels_take(tree), dtype))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
+def test_sizes(head_dim, page_size):  # [flashinfer 320]
+    assert_tree_attends(
+        build(as_kernels_take(FOREST, head_dim=head_dim, page_size=page_size), torch.bfloat16)
+    )
+
+
+@pytest.mark.parametrize("group_size", [1, 2, 3, 4, 7, 8, 9, 16, 40])
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_group_sizes(group_size, head_dim):
+    tree = as_kernels_take(FOREST, group_size=group_size, head_dim=head_dim)
+    assert_tree_attends(build(tree, torch.float16))
+
+
+@pytest.mark.parametrize("group_size", [1, 3, 4, 8])
+@pytest.mark.parametrize("splits", [1, 2, 3, 7])
+def test_splits(group_size, splits):  # [flash-attention 87 of the vllm fork]
+    # With 2 KV heads a split is 256 tokens: here of the prefix and of a leaf, the last one ragged.
+    tree = Tree("splits", (None, 0, 0, 0), (256 * splits - 17, 256 * splits - 100, 5, 300),
+                (1, 2, 3), group_size=group_size, head_dim=64, page_size=16)  # fmt: skip
+    assert_tree_attends(build(tree, torch.bfloat16))
+
+
+@pytest.mark.parametrize("kv_len", [1, 15, 16, 17, 63, 64, 65, 127, 129, 255, 257, 1025])
+def test_lengths(kv_len):
+    tree = Tree("lengths", (None, 0, 0), (kv_len, kv_len, 1), (1, 2), head_dim=64, page_size=16)
+    assert_tree_attends(build(tree, torch.bfloat16))
+
+
+@pytest.mark.parametrize("batch", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200])
+def test_batches(batch):
+    tree = Tree("batch", (None, *[0] * batch), (33, *(1 + i % 9 for i in range(batch))),
+                tuple(range(1, batch + 1)), head_dim=64, page_size=16)  # fmt: skip
+    assert_tree_attends(build(tree, torch.bfloat16))
+
+
+@pytest.mark.parametrize("tokens", [4096, 32768])
+def test_lse_is_natural(tokens):  # [sglang 40903]
+    tree = Tree("long", (None, 0), (tokens - 7, 7), (1,), num_kv_heads=1, head_dim=64, page_size=16)
+    paged = build(tree, torch.bfloat16)
+    _, lse = run(ops.cascade_attention, paged)
+    [flat] = paged.paths
+    scores = torch.einsum("qhd,kd->qhk", flat.q.double(), flat.k[:, 0].double()) * flat.sm_scale
+    assert (lse - scores.logsumexp(-1)).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("factor", [1e-4, 1e4])
+def test_large_and_small_scores(factor):
+    paged = build(as_kernels_take(FOREST), torch.bfloat16)
+    args = on_gpu(paged, ops.cascade_attention) | {"sm_scale": factor}
+    out, lse = ops.cascade_attention(**args)
+    true = reference.cascade_attention(**args)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
+
+
+def test_rows_without_owner_are_empty():
+    paged = build(SMALL, torch.bfloat16)
+    args = on_gpu(paged, ops.suffix_attention)
+    args["q"] = torch.cat([args["q"], args["q"]])
+    out, lse = ops.suffix_attention(**args)
+    assert (out[3:] == 0).all()
+    assert lse[3:].isneginf().all()
+
+
+# ------------------------------------------------------------------ what kernels do not fit
+
+
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": 72}, {"page_size": 4}, {"group_size": 130, "num_kv_heads": 1}], ids=str
+)
+def test_what_does_not_fit_is_composed(changes):
+    assert_tree_attends(build(as_kernels_take(FOREST, **changes), torch.bfloat16))
+
+
+def test_float32_is_composed():
+    assert_tree_attends(build(as_kernels_take(FOREST)))
+
+
+def test_a_wrong_argument_is_named():
+    args = on_gpu(build(SMALL, torch.bfloat16), ops.suffix_attention)
+    args["kv_len"] = args["kv_len"].long()
+    with pytest.raises(ValueError, match="kv_len must be int32"):
+        ops.suffix_attention(**args)
+
+
+def test_strided_queries_and_keys():
+    paged = build(as_kernels_take(FOREST), torch.bfloat16).before_append()
+    args = on_gpu(paged, ops.cascade_attention)
+    expected = ops.cascade_attention(**(args | {n: args[n].clone() for n in ("k_pool", "v_pool")}))
+    for name in ("q", "k", "v"):
+        wide = torch.cat([args[name], args[name]], dim=1)  # as cut from one fused projection
+        args[name] = wide[:, : args[name].shape[1]]
+    actual = ops.cascade_attention(**args)
+    assert torch.equal(actual[0], expected[0])
+
+
+# ------------------------------------------------------------------ append and merge
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_append(dtype):
+    paged = build(as_kernels_take(FOREST), dtype).before_append()
+    args, truth = on_gpu(paged, ops.append_kv), paged.args(reference.append_kv)
+    ops.append_kv(**args)
+    reference.append_kv(**truth)
+    for name in ("k_pool", "v_pool"):
+        assert torch.equal(args[name].cpu().nan_to_num(7), truth[name].nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+@pytest.mark.parametrize("num_states", [0, 1, 2, 3, 9])
+def test_merge_states(dtype, num_states):
+    out = torch.randn(num_states, 5, 3, 64).to(dtype)
+    lse = torch.randn(num_states, 5, 3) * 4
+    lse[torch.rand(lse.shape) < 0.3] = -torch.inf
+    out = out.masked_fill(lse.isneginf()[..., None], 0)
+    merged = ops.merge_states(out.cuda(), lse.cuda())
+    assert_as_exact(
+        tuple(x.cpu() for x in merged), truth=merge(out, lse), pytorch=pytorch_merge(out, lse),
+        merges=num_states,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
+def test_merge_has_an_identity_and_commutes(dtype):  # [flashinfer 4051, vllm 28181]
+    out_a, out_b = torch.randn(2, 7, 3, 64, device="cuda").to(dtype)
+    out_a[0, 0, 0] = -0.0
+    lse_a, lse_b = torch.randn(2, 7, 3, device="cuda")
+    empty = torch.zeros_like(out_a), torch.full_like(lse_a, -torch.inf)
+    for pair in ((*empty, out_a, lse_a), (out_a, lse_a, *empty)):
+        out, lse = ops.merge_state(*pair)
+        assert same_bits(out, out_a)
+        assert same_bits(lse, lse_a)
+    out, lse = ops.merge_state(*empty, *empty)
+    assert (out == 0).all()
+    assert lse.isneginf().all()
+    one, other = (
+        ops.merge_state(out_a, lse_a, out_b, lse_b),
+        ops.merge_state(out_b, lse_b, out_a, lse_a),
+    )
+    assert same_bits(one[0], other[0])
+    assert same_bits(one[1], other[1])
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+# ------------------------------------------------------------------ addressing
+
+
+def test_pools_beyond_32_bits():  # [flashinfer 3136]
+    pages, heads, page_size, head_dim = 2**18 + 1, 8, 16, 128  # just over 2**32 elements
+    pools = [torch.full((pages, heads, page_size, head_dim), torch.nan, dtype=torch.bfloat16,
+                        device="cuda") for _ in range(2)]  # fmt: skip
+    kv = [torch.randn(heads, page_size, head_dim, device="cuda").bfloat16() for _ in pools]
+    for pool, values in zip(pools, kv, strict=True):
+        pool[-1] = values
+    index = {"q_indptr": [0, 1], "kv_indptr": [0, 1], "kv_indices": [pages - 1], "kv_len": [16],
+             "first_slot": [0], "leaves": [0]}  # fmt: skip
+    q = torch.randn(1, heads, head_dim, device="cuda").bfloat16()
+    tensors = {k: torch.tensor(v, dtype=torch.int32, device="cuda") for k, v in index.items()}
+    out, _ = ops.suffix_attention(q, *pools, **tensors, sm_scale=0.1)
+    weights = (torch.einsum("hd,hkd->hk", q[0].float(), kv[0].float()) * 0.1).softmax(-1)
+    true = torch.einsum("hk,hkd->hd", weights, kv[1].float())
+    torch.testing.assert_close(out[0].float(), true, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_the_second_device():  # [flashinfer 924]
+    args = on_gpu(build(SMALL, torch.bfloat16), ops.cascade_attention)
+    expected, _ = ops.cascade_attention(**args)
+    moved = {n: v.to("cuda:1") if isinstance(v, Tensor) else v for n, v in args.items()}
+    with torch.cuda.device(0):
+        out, _ = ops.cascade_attention(**moved)
+    assert torch.equal(out.cpu(), expected.cpu())
+
+
+# ------------------------------------------------------------------ launches
+
+
+def decode(batch: int, prefix: int = 1500, suffix: int = 600, **more) -> PagedTree:
+    tree = Tree("decode", (None, *[0] * batch), (prefix, *[suffix] * batch),
+                tuple(range(1, batch + 1)), head_dim=64, page_size=16, **more)  # fmt: skip
+    return build(tree, torch.bfloat16)
+
+
+def work_of(args: dict) -> Tensor:
+    names = ("q_indptr", "kv_indices", "kv_len", "leaves", "reader_indptr", "readers")
+    return ops.work_list(
+        *(args[name] for name in names), page_size=args["k_pool"].shape[2],
+        num_q_heads=args["q"].shape[1], num_kv_heads=args["k_pool"].shape[1],
+    )  # fmt: skip
+
+
+def test_streams_and_graphs():  # [sglang 5419, vllm 16693]
+    args = on_gpu(decode(5), ops.cascade_attention)
+    eager = ops.cascade_attention(**args)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        beside = ops.cascade_attention(**args)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = ops.cascade_attention(**args)
+    graph.replay()
+    for state in (beside, replayed):
+        assert all(torch.equal(a, b) for a, b in zip(state, eager, strict=True))
+
+
+def test_two_plans_before_two_runs():  # [mini-sglang 103]
+    trees = [on_gpu(decode(batch), ops.cascade_attention) for batch in (3, 8)]
+    expected = [ops.cascade_attention(**args)[0] for args in trees]
+    works = [work_of(args) for args in trees]
+    for args, work, true in zip(trees, works, expected, strict=True):
+        assert torch.equal(ops.cascade_attention(**args, work=work)[0], true)
+
+
+def test_lengths_grow_under_a_graph():  # [vllm 28702]
+    grown = on_gpu(decode(4, prefix=700, suffix=800), ops.cascade_attention)
+    start = torch.tensor([700, 1, 100, 250, 560], dtype=torch.int32, device="cuda")
+    args = grown | {"kv_len": start.clone()}
+    args["slots"] = torch.full_like(args["slots"], ops.DROPPED_SLOT)
+
+    def step():
+        args["kv_len"][1:] += 1
+        return ops.cascade_attention(**args, work=work_of(args))
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = step()
+    args["kv_len"].copy_(start)
+    for i in range(200):
+        graph.replay()
+        if i % 40 == 0:
+            eager = ops.cascade_attention(**args)
+            assert torch.equal(out, eager[0])
+            assert torch.equal(lse, eager[1])
+            true = reference.cascade_attention(**args)
+            torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
+
+
+# ------------------------------------------------------------------ bits
+
+
+@pytest.mark.parametrize("group_size", [1, 4])
+def test_bits_do_not_depend_on_the_batch(group_size):  # [vllm 32561]
+    paged = decode(256, prefix=2100, suffix=530, group_size=group_size)
+    args = on_gpu(paged, ops.cascade_attention)
+    expected = ops.cascade_attention(**args)
+    heads = args["q"].shape[1]
+    for batch in (1, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256):
+        part = dict(args)
+        for name in ("q", "k", "v", "slots", "leaves", "readers"):
+            part[name] = args[name][:batch]
+        part["q_indptr"] = args["q_indptr"][: batch + 1]
+        part["reader_indptr"] = args["reader_indptr"].clamp(max=batch)
+        if batch > 1:  # companions that are not numbers stay among themselves
+            part["q"] = part["q"].clone()
+            part["q"][1:] = torch.nan
+        out, lse = ops.cascade_attention(**part)
+        assert torch.equal(out[0], expected[0][0]), batch
+        assert torch.equal(lse[0], expected[1][0]), batch
+        assert out.shape[1] == heads
+
+
+def test_bits_repeat():
+    args = on_gpu(decode(40, prefix=5000, suffix=900, group_size=4), ops.cascade_attention)
+    first = ops.cascade_attention(**args)
+    for _ in range(20):
+        again = ops.cascade_attention(**args)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+# ------------------------------------------------------------------ for compute-sanitizer
+
+
+@pytest.mark.parametrize("tree", [FOREST, SMALL], ids=str)
+def test_sanitized(tree):
+    """Small, for benchmarks/gpu_check.py --sanitize: every kernel, poisoned memory around it."""
+    assert_tree_attends(build(as_kernels_take(tree), torch.bfloat16))
+    args = on_gpu(decode(3, prefix=600, suffix=70), ops.cascade_attention)
+    out, _ = ops.cascade_attention(**args, work=work_of(args))
+    assert out.isfinite().all()
