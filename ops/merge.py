@@ -67,12 +67,12 @@ def _merge_state(
 
 
 def _combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    # Equal lse weigh equally; computed as a difference, two empty states would give NaN.
-    log_ratio = torch.where(lse_a == lse_b, 0.0, lse_a - lse_b)[..., None]
     # A weight for each, not one and its complement: merging commutes to the bit, and no
     # difference of outs can overflow.
+    log_ratio = (lse_a - lse_b)[..., None]
     out = torch.sigmoid(log_ratio) * out_a + torch.sigmoid(-log_ratio) * out_b
-    # Selecting, where the arithmetic would give -0 + 0, keeps the identity of merge bitwise.
+    # Selecting, where the arithmetic would give -0 + 0 or, between two empty states, NaN, keeps
+    # the identity of merge bitwise.
     out = torch.where(_is_empty(lse_b), out_a, torch.where(_is_empty(lse_a), out_b, out))
     return out, torch.logaddexp(lse_a, lse_b)
 
