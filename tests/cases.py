@@ -9,6 +9,7 @@ looks like flattened, which is what the oracle gets.
 from __future__ import annotations
 
 import inspect
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, islice
@@ -161,9 +162,7 @@ class PagedTree:
         """[num_tokens], bool: whose attention takes in the K and V of query token `token`."""
         sees = torch.zeros(len(self.q), dtype=torch.bool)
         if self.slots[token] != DROPPED_SLOT:
-            [owner] = [
-                seq for seq in range(len(self.q_len)) if token in range(len(self.q))[self.rows(seq)]
-            ]
+            owner = bisect_right(_indptr(self.q_len), token) - 1
             sees[token : self.rows(owner).stop] = True
             for reader in self.nodes[self.leaves[owner]].readers:
                 sees[self.rows(reader)] = True
@@ -234,6 +233,7 @@ def build(tree: Tree, dtype: torch.dtype = torch.float32, seed: int = 0) -> Page
     q = normal(sum(q_len), tree.num_kv_heads * tree.group_size, tree.head_dim)
     k, v = normal(sum(q_len), *kv_shape), normal(sum(q_len), *kv_shape)
     slots = torch.full((sum(q_len),), DROPPED_SLOT, dtype=torch.int32)
+    sm_scale = 1.25 * tree.head_dim**-0.5  # not what PyTorch takes by default
     paths, prefix_len = [], []
     for seq, leaf in enumerate(tree.leaves):
         rows = slice(sum(q_len[:seq]), sum(q_len[: seq + 1]))
@@ -244,7 +244,7 @@ def build(tree: Tree, dtype: torch.dtype = torch.float32, seed: int = 0) -> Page
         path_k, path_v = (torch.cat(x) for x in zip(*(kv[n] for n in tree.path(leaf)), strict=True))
         hidden = range(q_len[seq] - 1, -1, -1) if len(leaf_k) else [0] * q_len[seq]
         visible = tuple(len(path_k) - later for later in hidden)
-        paths.append(Flat(q[rows], path_k, path_v, visible, tree.head_dim**-0.5))
+        paths.append(Flat(q[rows], path_k, path_v, visible, sm_scale))
         prefix_len.append(len(path_k) - len(leaf_k))
     return PagedTree(
         nodes=nodes,
@@ -256,7 +256,7 @@ def build(tree: Tree, dtype: torch.dtype = torch.float32, seed: int = 0) -> Page
         slots=slots,
         k_pool=k_pool,
         v_pool=v_pool,
-        sm_scale=tree.head_dim**-0.5,
+        sm_scale=sm_scale,
         paths=tuple(paths),
         prefix_len=tuple(prefix_len),
     )

@@ -112,8 +112,9 @@ def test_states_have_any_shape(shape):
 @over_dtypes
 def test_states_may_lie_in_memory_as_they_like(dtype):
     states = random_states(2, dtype)
-    a, b = each(tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in states))
-    for merged in (merge_state(*a, *b), merge_states(*stack(a, b))):
+    heads_first = tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in states)
+    a, b = each(heads_first)
+    for merged in (merge_state(*a, *b), merge_states(*heads_first)):
         assert_merged(merged, states)
         assert all(x.is_contiguous() for x in merged)  # as the fakes promise
 
@@ -136,11 +137,18 @@ def test_an_unfit_argument_is_named(argument, value):
         merge_state(**arguments)
 
 
+def test_an_unfit_stack_is_named():
+    out, lse = random_states(2, torch.float32)
+    for argument, states in (("lse", (out, lse[:1])), ("out", (out[0, 0, 0, 0], lse[0, 0, 0]))):
+        with pytest.raises(ValueError, match=f"{argument} must"):
+            merge_states(*states)
+
+
 def test_gradients_are_refused():
     a, b = each(random_states(2, torch.float32))
     a[0].requires_grad_()
     for op, arguments in ((merge_state, (*a, *b)), (merge_states, stack(a, b))):
-        with pytest.raises(RuntimeError, match=f"{op.__name__} .* has no gradient"):
+        with pytest.raises(RuntimeError, match=f"{op.__name__} is for inference"):
             op(*arguments)
         with torch.no_grad():
             op(*arguments)

@@ -70,6 +70,15 @@ def test_tracing_refuses_what_running_refuses(name):
         overload(name)(**tree_map_only(Tensor, mode.from_tensor, given))
 
 
+def test_a_work_list_may_come_along():
+    given = arguments("cascade_attention", FOREST, torch.float32, heads_first=False)
+    heads = {"num_q_heads": given["q"].shape[1], "num_kv_heads": given["k"].shape[1]}
+    of_tree = build(FOREST).args(ops.work_list) | heads | {"page_size": FOREST.page_size}
+    torch.library.opcheck(overload("work_list"), (), of_tree)
+    work = ops.work_list(**of_tree)
+    torch.library.opcheck(overload("cascade_attention"), (), given | {"work": work})
+
+
 def overload(name: str) -> OpOverload:
     return getattr(torch.ops.hf_cascade, name).default
 
