@@ -94,7 +94,7 @@ def arguments(name: str, tree: Tree, dtype: torch.dtype, heads_first: bool) -> d
         if name == "merge_states":
             named = {"out": torch.stack([out_a, out_b]), "lse": torch.stack([lse_a, lse_b])}
     else:
-        named = paged.args(getattr(ops, name))
+        named = (paged.before_append() if WRITTEN[name] else paged).args(getattr(ops, name))
     rows = ("q", "k", "v", "out", "lse", "out_a", "lse_a", "out_b", "lse_b") if heads_first else ()
     return {
         key: value.transpose(0, 1).contiguous().transpose(0, 1) if key in rows else value
