@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from transformers import (
 )
 
 from examples.measure import Comparison, Measurement, compare
-from examples.smollm2 import load_smollm2
+from examples.smollm2 import ModelUnavailableError, load_smollm2
 from examples.terminal import comparison_table, progress_bar
 
 TEXT = Path(__file__).parents[1] / "docs" / "how_it_works.md"
@@ -100,7 +101,10 @@ def load_model(
     arguments: argparse.Namespace, console: Console
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     if arguments.model is None:
-        model, tokenizer = load_smollm2(console)
+        try:
+            model, tokenizer = load_smollm2(console)
+        except ModelUnavailableError as error:
+            sys.exit(f"error: {error}")
     else:
         model = AutoModelForCausalLM.from_pretrained(arguments.model).eval()
         tokenizer = AutoTokenizer.from_pretrained(arguments.model)

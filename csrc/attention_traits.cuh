@@ -8,10 +8,11 @@ namespace hf_cascade {
 
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
-constexpr int kAttentionThreads = kConsumers + 32;  // and one producer warp
-// 9 warps of 224 fill the register file. A launch bound would do, did the compiler not round 9
-// warps up to 12 (168 registers, and spills).
-constexpr int kMaxRegisters = 224;
+// The producer is one warp, but registers are dealt out by warpgroups of four: its three idle
+// neighbours give theirs to the consumers (on sm_90a; 168 a thread each way before that).
+constexpr int kAttentionThreads = kConsumers + 128;
+constexpr int kConsumerRegisters = 208;
+constexpr int kProducerRegisters = 88;  // 2 * 208 + 88 = 3 * 168: more would wait forever
 constexpr int kMaxStages = 8;
 constexpr int kTicketCounters = 1;  // counters: the next ticket, then one per (sequence, kv head)
 
@@ -31,8 +32,12 @@ struct AttentionTraits {
   static constexpr int kGranuleRows = 16;  // q is handed over 16 rows at a time
   static constexpr int kGranuleBytes = kGranuleRows * kPanels * 128;
   static constexpr int kGranules = kRowsPerTile / kGranuleRows;
-  // 64 registers a thread would not fit beside the 128 accumulators of head_dim 256.
+  // Where registers allow it, q is loaded from shared memory once an item, not once a tile.
+#if __CUDA_ARCH__ >= 900
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
+#else
+  static constexpr bool kQueriesInRegisters = kHeadDim <= 64;
+#endif
   // Of a leaf's KV tile each warp takes 16 tokens; with fewer slices than warps, teams of warps
   // take tiles in turn.
   static constexpr int kSlices = kKvTile / 16;

@@ -367,7 +367,7 @@ __device__ void clear_unowned_rows(const AttentionParams& p) {
 }
 
 template <typename Traits>
-__global__ void __maxnreg__(kMaxRegisters)
+__global__ void __launch_bounds__(kAttentionThreads, 1)
     cascade_attention_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedMemory<Traits> shared{memory, params.num_stages};
@@ -387,8 +387,10 @@ __global__ void __maxnreg__(kMaxRegisters)
   ptx::wait_for_previous_kernel();
 
   if (threadIdx.x >= kConsumers) {
-    Producer<Traits>(params, shared).run();
+    ptx::give_registers<kProducerRegisters>();
+    if (threadIdx.x < kConsumers + 32) Producer<Traits>(params, shared).run();
   } else {
+    ptx::take_registers<kConsumerRegisters>();
     clear_unowned_rows<Traits>(params);
     Consumer<Traits>(params, shared).run();
   }

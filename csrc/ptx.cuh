@@ -117,4 +117,19 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// Registers of a warpgroup, for the rest of its life.
+template <int kCount>
+__device__ __forceinline__ void give_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
+template <int kCount>
+__device__ __forceinline__ void take_registers() {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount));
+#endif
+}
+
 }  // namespace hf_cascade::ptx

@@ -166,7 +166,7 @@ def _ninja_file(
         f"-gencode=arch=compute_{t},code=[sm_{t}{',compute_80' if t == '80' else ''}]"
         for t in targets
     )
-    warnings = "-Werror=all-warnings -Xptxas=--warn-on-spills " + " ".join(
+    warnings = "-Werror=all-warnings " + " ".join(
         f"-Xcompiler={w}" for w in WARNINGS
     )
     lines = [
