@@ -121,7 +121,6 @@ def test_embeddings_are_shared_where_they_are_equal_to_the_bit():
     embeddings[1, 6] += 1e-6
     run(model, inputs_embeds=embeddings, do_sample=True)
     assert counts[0] == len(DOCUMENT) + len(DOCUMENT) - 6
-    # The token before the last is the same in all rows; after another token it is another one.
     assert model.cascade.stats.prompt_tokens == 3 * len(DOCUMENT)
 
 

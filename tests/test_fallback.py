@@ -1,0 +1,481 @@
+"""What can't be shared runs on stock transformers: the same result, one warning, never silence.
+
+Each case states a reason. The last test compares them with the reasons that gates.py can give, so
+a new reason without a case here fails.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import inspect
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from models import (
+    DOCUMENT,
+    PROMPT,
+    RAGGED,
+    assert_same,
+    batch,
+    forwarded_tokens,
+    new_model,
+    parity,
+    run,
+    tokens,
+)
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from transformers import DynamicCache
+
+import hf_cascade
+from hf_cascade import CascadeFallbackWarning, UnsupportedCallError, gates
+
+LENGTH = RAGGED["input_ids"].shape[1]
+DYNAMIC_ROPE = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+SAMPLED = RAGGED | {"do_sample": True}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call that falls back; arguments are made anew for each model that runs it."""
+
+    reason: str
+    arguments: Callable[[Any], dict] = field(default=lambda model: {})
+    model: Callable[[], Any] = new_model
+    inputs: dict = field(default_factory=lambda: SAMPLED)
+
+
+def given(**arguments) -> Callable[[Any], dict]:
+    return lambda model: copy.deepcopy(arguments)
+
+
+def mask(*rows: str) -> dict:
+    """Two rows of 8 random tokens under a mask."""
+    ids = torch.tensor([tokens(len(rows[0]), seed=i) for i in range(len(rows))])
+    return {
+        "input_ids": ids,
+        "attention_mask": torch.tensor([[int(x) for x in row] for row in rows]),
+    }
+
+
+def prefilled(model) -> dict:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(PROMPT["input_ids"][:, :-3], past_key_values=cache)
+    return {"past_key_values": cache}
+
+
+def changed(change: Callable[[Any], Any], name: str = "llama", **config) -> Callable[[], Any]:
+    def make():
+        model = new_model(name, **config)
+        change(model)
+        return model
+
+    return make
+
+
+def prepare_inputs_on_the_instance(model):
+    original = type(model).prepare_inputs_for_generation
+    model.prepare_inputs_for_generation = lambda *args, **kwargs: original(model, *args, **kwargs)
+
+
+def train_with_checkpointing(model):
+    model.train()
+    model.gradient_checkpointing_enable()
+
+
+def train_with_dropout(model):
+    model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.Dropout(0.2))
+    model.train()
+
+
+CASES = {
+    "prompt lookup": Case(
+        "generation mode assisted_generation", given(prompt_lookup_num_tokens=2), inputs=PROMPT
+    ),
+    "an assistant": Case(
+        "generation mode assisted_generation",
+        lambda model: {"assistant_model": new_model(seed=1)},
+        inputs=PROMPT,
+    ),
+    "no cache": Case("use_cache=False", given(use_cache=False)),
+    "a static cache": Case("cache_implementation='static'", given(cache_implementation="static")),
+    "attentions": Case(
+        "output_attentions=True",
+        given(output_attentions=True, return_dict_in_generate=True),
+        changed(lambda model: model.set_attn_implementation("eager")),
+    ),
+    "hidden states": Case(
+        "output_hidden_states=True",
+        given(output_hidden_states=True, return_dict_in_generate=True),
+    ),
+    "a cache of the user": Case("past_key_values were passed in", prefilled, inputs=PROMPT),
+    "an argument of the model": Case(
+        "the argument labels", given(labels=PROMPT["input_ids"]), inputs=PROMPT
+    ),
+    "more logits": Case("logits_to_keep=0", given(logits_to_keep=0)),
+    "a narrow window": Case(
+        f"a sliding window of {LENGTH + 7} tokens, shorter than max_length={LENGTH + 8}",
+        model=changed(lambda model: None, "mistral", sliding_window=LENGTH + 7),
+    ),
+    "a narrow window, of embeddings": Case(
+        "a sliding window of 18 tokens, shorter than max_length=19",
+        lambda model: {
+            "inputs_embeds": model.get_input_embeddings()(PROMPT["input_ids"]).detach()
+        },
+        changed(lambda model: None, "mistral", sliding_window=18),
+        inputs={"do_sample": True},
+    ),
+    "chunks and dynamic frequencies": Case(
+        "prefill_chunk_size with RoPE frequencies that depend on the length",
+        given(prefill_chunk_size=4),
+        changed(lambda model: None, rope_parameters=DYNAMIC_ROPE),
+    ),
+    "an instance that prepares inputs": Case(
+        "prepare_inputs_for_generation is overridden on the instance (prompt learning?)",
+        model=changed(prepare_inputs_on_the_instance),
+    ),
+    "a compiled model": Case(
+        "model.compile() was called", model=changed(lambda model: model.compile(disable=True))
+    ),
+    "gradient checkpointing": Case(
+        "gradient checkpointing in training mode, which drops the cache",
+        model=changed(train_with_checkpointing),
+    ),
+    "dropout": Case(
+        "dropout in training mode; call model.eval()", model=changed(train_with_dropout)
+    ),
+    "dropout in attention": Case(
+        "dropout in training mode; call model.eval()",
+        model=changed(lambda model: model.train(), attention_dropout=0.2),
+    ),
+    "noise in the router": Case(
+        "training mode",
+        model=changed(lambda model: model.train(), "mixtral", router_jitter_noise=0.4),
+    ),
+    "right padding": Case(
+        "an attention_mask that hides the last token of a row (right padding?)",
+        inputs=mask("11111111", "11111100"),
+    ),
+    "holes": Case("an attention_mask with holes", inputs=mask("11111111", "11100111")),
+    "a hole after padding": Case("an attention_mask with holes", inputs=mask("00110111")),
+    "positions": Case(
+        "custom position_ids", given(position_ids=torch.arange(len(DOCUMENT))[None] * 2),
+        inputs=PROMPT,
+    ),
+    "positions that count padding": Case(
+        "custom position_ids", given(position_ids=torch.arange(LENGTH).repeat(5, 1))
+    ),
+    "a decoding loop of the user": Case(
+        "custom_generate", lambda model: {"custom_generate": greedy_loop}, inputs=RAGGED
+    ),
+}  # fmt: skip
+
+
+def greedy_loop(model, input_ids, **kwargs):
+    """A decoding loop as the documentation of custom_generate shows it."""
+    for key in ("generation_config", "logits_processor", "stopping_criteria", "synced_gpus"):
+        kwargs.pop(key, None)
+    for step in range(4):
+        inputs = model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1 if step else None, **kwargs
+        )
+        outputs = model(**inputs, return_dict=True)
+        kwargs = model._update_model_kwargs_for_generation(outputs, kwargs)
+        next_tokens = outputs.logits[:, -1].argmax(-1, keepdim=True)
+        input_ids = torch.cat([input_ids, next_tokens], 1)
+    return input_ids
+
+
+each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+@each_case
+def test_a_call_that_can_t_be_shared_gives_stock_s_result_and_says_why(case):
+    stock, model = case.model(), hf_cascade.patch(case.model())
+    expected = run(stock, **case.inputs, **case.arguments(stock))
+    with pytest.warns(CascadeFallbackWarning, match=re.escape(case.reason)):
+        actual = run(model, **case.inputs, **case.arguments(model))
+    assert_same(expected, actual)
+    stats = model.cascade.stats
+    assert (stats.path, stats.kv_bytes, stats.kv_bytes_unshared) == ("stock", 0, 0)
+    assert case.reason in stats.reason
+
+
+@each_case
+def test_strict_refuses_it_before_anything_is_computed(case):
+    model = hf_cascade.patch(case.model(), strict=True)
+    arguments = case.arguments(model)
+    counts = forwarded_tokens(model)
+    with pytest.raises(UnsupportedCallError, match=re.escape(case.reason)):
+        run(model, **case.inputs, **arguments)
+    assert counts == []
+    assert model.cascade.allocator.pages_in_use == 0
+    assert model.config._attn_implementation == case.model().config._attn_implementation
+
+
+@each_case
+def test_the_next_call_shares_again(case):
+    """Unless the obstacle is in the model itself."""
+    if case.model is not new_model:
+        pytest.skip("the model itself is the obstacle")
+    model = hf_cascade.patch(new_model(), strict=True)
+    with pytest.raises(UnsupportedCallError):
+        run(model, **case.inputs, **case.arguments(model))
+    assert_same(run(new_model(), **SAMPLED), run(model, **SAMPLED))
+    assert model.cascade.stats.path == "cascade"
+
+
+def test_shapes_that_the_model_itself_fails_on_are_refused_first():
+    """Models that take such masks or positions make them in hooks of their own."""
+    model = hf_cascade.patch(new_model(), strict=True)
+    length = len(DOCUMENT)
+    causal = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+    embeddings = model.get_input_embeddings()(PROMPT["input_ids"]).detach()
+    with pytest.raises(UnsupportedCallError, match="an attention_mask of 4 dimensions"):
+        run(model, inputs_embeds=embeddings, attention_mask=causal)
+    with pytest.raises(UnsupportedCallError, match="position_ids of 3 dimensions"):
+        run(model, **PROMPT, position_ids=torch.arange(length).repeat(3, 1, 1))
+
+
+# Warned once
+
+
+def fallback_warnings(model, **arguments) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(model, **PROMPT, **arguments)
+    return [str(w.message) for w in caught if w.category is CascadeFallbackWarning]
+
+
+def test_a_reason_is_warned_of_once_a_model():
+    first, second = hf_cascade.patch(new_model()), hf_cascade.patch(new_model())
+    [message] = fallback_warnings(first, use_cache=False)
+    assert message == "LlamaForCausalLM.generate runs without shared prefixes: use_cache=False"
+    assert fallback_warnings(first, use_cache=False) == []
+    assert first.cascade.stats.reason == "use_cache=False"  # still no secret
+    assert len(fallback_warnings(first, logits_to_keep=0)) == 1
+    assert len(fallback_warnings(second, use_cache=False)) == 1
+    assert fallback_warnings(first) == []
+
+
+def test_a_call_that_is_served_warns_of_nothing():
+    model = hf_cascade.patch(new_model())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, **SAMPLED, num_return_sequences=2)
+    assert (model.cascade.stats.path, model.cascade.stats.reason) == ("cascade", None)
+
+
+def test_strict_for_a_few_calls():
+    model = hf_cascade.patch(new_model())
+    with model.cascade.strict():
+        with pytest.raises(UnsupportedCallError):
+            run(model, **PROMPT, use_cache=False)
+        with model.cascade.strict(), pytest.raises(UnsupportedCallError):
+            run(model, **PROMPT, use_cache=False)
+        with pytest.raises(UnsupportedCallError):
+            run(model, **PROMPT, use_cache=False)
+    assert len(fallback_warnings(model, use_cache=False)) == 1
+    with pytest.raises(KeyError), model.cascade.strict():
+        raise KeyError
+    assert fallback_warnings(model, use_cache=False) == []
+
+
+# The stock path counts too
+
+
+def test_stats_of_a_stock_call():
+    model = hf_cascade.patch(new_model())
+    with pytest.warns(CascadeFallbackWarning):
+        run(model, **SAMPLED, num_return_sequences=2, logits_to_keep=0)
+    stats = model.cascade.stats
+    prompt_tokens = 2 * int(RAGGED["attention_mask"].sum())
+    assert (stats.prompt_tokens, stats.prefill_tokens) == (prompt_tokens, prompt_tokens)
+    assert (stats.decode_steps, stats.reused_tokens, stats.backend) == (7, 0, "stock")
+
+
+def test_stock_prefill_in_chunks_is_no_decoding():
+    model = hf_cascade.patch(new_model())
+    with pytest.warns(CascadeFallbackWarning):
+        run(model, **PROMPT, cache_implementation="static", prefill_chunk_size=3)
+    assert model.cascade.stats.decode_steps == 7
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_continuous_batching_is_not_silent(strict, monkeypatch):
+    """generate hands cache_implementation="paged" to generate_batch before any hook runs."""
+    answer = SimpleNamespace(prompt_ids=DOCUMENT, generated_tokens=[5, 6])
+    model = new_model()
+    monkeypatch.setattr(type(model), "generate_batch", lambda *args, **kwargs: {"req_0": answer})
+    hf_cascade.patch(model, strict=strict)
+    if strict:
+        with pytest.raises(UnsupportedCallError, match="paged"):
+            model.generate(PROMPT["input_ids"], cache_implementation="paged")
+        return
+    with pytest.warns(CascadeFallbackWarning, match="paged"):
+        model.generate(PROMPT["input_ids"], cache_implementation="paged")
+    assert "paged" in model.cascade.stats.reason
+
+
+def test_a_patched_assistant_falls_back_too():
+    target, assistant = new_model(), new_model(seed=1)
+    expected = run(target, **PROMPT, assistant_model=assistant)
+    hf_cascade.patch(target)
+    hf_cascade.patch(assistant)
+    with pytest.warns(CascadeFallbackWarning) as caught:
+        actual = run(target, **PROMPT, assistant_model=assistant)
+    assert_same(expected, actual)
+    reasons = {str(w.message).split(": ")[1] for w in caught}
+    assert {"the model assists another one", "generation mode assisted_generation"} <= reasons
+    assert assistant.cascade.stats.path == target.cascade.stats.path == "stock"
+
+
+def test_errors_of_stock_are_the_same_errors():
+    for arguments in ({"max_new_tokens": 0}, {"no_such_argument": 1}, {"num_return_sequences": 2}):
+        messages = []
+        for model in (new_model(), hf_cascade.patch(new_model(), strict=True)):
+            with pytest.raises(ValueError, match=r".") as caught:
+                run(model, **PROMPT, **arguments)
+            messages.append((caught.type, str(caught.value)))
+        assert messages[0] == messages[1]
+
+
+# Adapters
+
+
+def lora(**options) -> LoraConfig:
+    return LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False,
+        task_type="CAUSAL_LM", **options,
+    )  # fmt: skip
+
+
+def twins(config, **more_adapters) -> tuple[Any, Any]:
+    """A stock PEFT model and a patched copy."""
+    torch.manual_seed(0)
+    stock = get_peft_model(new_model(), config).eval()
+    for name, adapter in more_adapters.items():
+        stock.add_adapter(name, adapter)
+    return stock, hf_cascade.patch(copy.deepcopy(stock))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+     PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM")],
+    ids=["prefix tuning", "prompt tuning"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_prompt_learning_falls_back(config):
+    stock, model = twins(config)
+    expected = run(stock, **RAGGED, do_sample=True)
+    with pytest.warns(CascadeFallbackWarning, match="prompt learning"):
+        assert_same(expected, run(model, **RAGGED, do_sample=True))
+    plain = run(new_model(), **RAGGED, do_sample=True)
+    assert not torch.equal(expected.sequences, plain.sequences), "the adapter does nothing"
+    with model.cascade.strict(), pytest.raises(UnsupportedCallError):
+        run(model, **RAGGED)
+
+
+@pytest.mark.parametrize("names", [["default", "other"], ["other", "other"]], ids=str)
+def test_an_adapter_of_its_own_for_each_row_falls_back(names):
+    """PEFT keeps adapter_names to itself: rows that look alike are computed differently."""
+    stock, model = twins(lora(), other=lora())
+    rows = batch(DOCUMENT, DOCUMENT)
+    expected = run(stock, **rows, adapter_names=names)
+    with pytest.warns(CascadeFallbackWarning):
+        assert_same(expected, run(model, **rows, adapter_names=names))
+    with model.cascade.strict(), pytest.raises(UnsupportedCallError):
+        run(model, **rows, adapter_names=names)
+
+
+def test_an_adapter_activated_by_tokens_falls_back():
+    """Activated LoRA computes, for each row, where in the batch its weights begin to count."""
+    stock, model = twins(lora(alora_invocation_tokens=DOCUMENT[3:5]))
+    rows = batch(DOCUMENT, DOCUMENT, [*DOCUMENT, 9])
+    expected = run(stock, **rows)
+    with pytest.warns(CascadeFallbackWarning):
+        assert_same(expected, run(model, **rows))
+
+
+# Models spread by accelerate
+
+
+def test_offloaded_weights_are_served():
+    model = accelerate.cpu_offload(new_model(), execution_device=torch.device("cpu"))
+    assert model.device.type == "meta"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*different than your model's device.*")
+        expected = run(new_model(), **SAMPLED, num_return_sequences=2)
+        hf_cascade.patch(model, strict=True)
+        assert_same(expected, run(model, **SAMPLED, num_return_sequences=2))
+
+
+def test_hooks_of_accelerate_before_and_after_patching():
+    for first in (True, False):
+        model = new_model()
+        expected = run(model, **SAMPLED)
+        if not first:
+            hf_cascade.patch(model, strict=True)
+        accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu", force_hooks=True)
+        hf_cascade.patch(model, strict=True)
+        assert_same(expected, run(model, **SAMPLED))
+        assert model.cascade.stats.path == "cascade"
+
+
+def test_lora_is_served():
+    torch.manual_seed(0)
+    parity(get_peft_model(new_model(), lora()).eval(), **SAMPLED, num_return_sequences=2)
+
+
+# Completeness
+
+
+def reasons_in(module) -> list[str]:
+    """Every text that a `*_obstacle` function of the module may return, as a pattern."""
+    functions = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(module)))
+        if isinstance(node, ast.FunctionDef) and node.name.endswith("_obstacle")
+    ]
+    returned = [
+        node.value
+        for function in functions
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and node.value is not None
+    ]
+    texts = []
+    for value in returned:
+        for node in ast.walk(value):
+            if isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(
+                        re.escape(str(part.value)) if isinstance(part, ast.Constant) else ".*"
+                        for part in node.values
+                    )
+                )
+                break
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.escape(node.value))
+                break
+    return texts
+
+
+def test_every_reason_has_a_case():
+    reasons = reasons_in(gates)
+    assert len(reasons) > 12
+    known = [case.reason for case in CASES.values()]
+    known += ["the model assists another one"]
+    known += ["position_ids of 3 dimensions", "an attention_mask of 4 dimensions"]
+    missing = [
+        reason for reason in reasons if not any(re.fullmatch(reason, case) for case in known)
+    ]
+    assert not missing

@@ -1,0 +1,211 @@
+"""A model is refused, with a reason, or what it generates is right: there is nothing in between.
+
+The sweep asks this of dozens of architectures, also of those that nobody thought of; the table
+says what a refusal must name.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from models import RAGGED, assert_same, new_model, parity, randomize, run
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaModel
+
+import hf_cascade
+from hf_cascade import CascadeError, CascadeFallbackWarning, UnsupportedModelError
+
+SMALL = {
+    "vocab_size": 64,
+    "vocab_size_per_layer_input": 64,
+    "max_position_embeddings": 256,
+    "n_positions": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "kv_channels": 8,
+    "head_dim": 8,
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "word_embed_proj_dim"], 32),
+    **dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"], 48),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads"], 4),
+    "num_key_value_heads": 2,
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts"], 4),
+    "moe_num_experts": 4,
+    **dict.fromkeys(["num_experts_per_tok", "moe_k"], 2),
+    **dict.fromkeys(["n_shared_experts", "n_group", "topk_group"], 1),
+    **dict.fromkeys(["moe_intermediate_size", "shared_intermediate_size"], 16),
+    "shared_expert_intermediate_size": 16,
+    **dict.fromkeys(["hidden_size_per_layer_input", "attention_chunk_size"], 8),
+    **dict.fromkeys(["kv_lora_rank", "q_lora_rank", "v_head_dim", "qk_nope_head_dim"], 8),
+    **dict.fromkeys(["qk_rope_head_dim", "rotary_dim"], 8),
+    **dict.fromkeys(["ssm_state_size", "mamba_d_state", "state_size"], 8),
+}
+WINDOWS = ("sliding_window", "keep_window_size", "local_attention")
+DECODERS = """
+    afmoe apertus arcee bert bert-generation biogpt bitnet bloom codegen cohere2 ctrl cwm
+    diffllama doge dots1 electra ernie ernie4_5 ernie4_5_moe exaone4 falcon flex_olmo gemma2
+    gemma3_text gemma4_text glm glm4 glm4_moe gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite_swa
+    granitemoe helium hunyuan_v1_dense hyperclovax jetmoe lfm2 mellum mimo_v2_flash minimax_m2
+    ministral modernbert-decoder moshi mpt nemotron nanochat olmo olmo3 olmoe opt persimmon phi
+    phimoe qwen2_moe roberta seed_oss smollm3 stablelm starcoder2 vaultgemma xglm xlm-roberta
+"""
+
+
+def small_config(name: str, **changes):
+    default = AutoConfig.for_model(name)
+    known = {key: value for key, value in SMALL.items() if key in default.to_dict()}
+    return type(default)(**known | changes)
+
+
+@pytest.mark.parametrize("window", [200, 6])
+@pytest.mark.parametrize("name", DECODERS.split())
+def test_a_model_is_refused_or_right(name, window):
+    windows = {key: window for key in WINDOWS if getattr(AutoConfig.for_model(name), key, None)}
+    if window == 6 and not windows:
+        pytest.skip("no window")
+    model = randomize(AutoModelForCausalLM.from_config(small_config(name, **windows)))
+    stock = copy.deepcopy(model)
+    try:
+        hf_cascade.patch(model)
+    except UnsupportedModelError:
+        return
+    sampled = RAGGED | {"do_sample": True, "num_return_sequences": 2}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", CascadeFallbackWarning)
+        assert_same(run(stock, **sampled), run(model, **sampled))
+
+
+# name: (changes of the config, what the refusal says)
+REFUSED = {
+    "t5": ({"num_heads": 4, "d_kv": 8}, "encoder-decoder"),
+    "bart": ({}, "encoder-decoder"),
+    "mamba": ({}, "recurrent state"),
+    "rwkv": ({}, "recurrent state"),
+    "gpt_oss": ({}, "attention sinks"),
+    "gemma2": ({}, "caps attention logits"),
+    "vaultgemma": ({}, "caps attention logits"),
+    "deepseek_v3": ({}, "latent attention"),
+    "bloom": ({}, "AttentionInterface"),
+    "mpt": ({}, "AttentionInterface"),
+    "falcon": ({"alibi": True}, "ALiBi"),
+    "llama4_text": ({}, "chunked_attention"),
+    "gemma3n_text": ({"num_kv_shared_layers": 5, "num_hidden_layers": 10}, "share KV"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "layers of type conv"),
+    "qwen3_next": ({}, "linear_attention"),
+    "minimax": ({}, "linear_attention"),
+    "bert": ({}, "causal"),
+    "roberta": ({}, "causal"),
+    "gemma3_text": ({"use_bidirectional_attention": True}, "causal"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refusal_names_what_is_in_the_way(name):
+    changes, reason = REFUSED[name]
+    factory = AutoModelForSeq2SeqLM if name in ("t5", "bart") else AutoModelForCausalLM
+    with torch.device("meta"):
+        model = factory.from_config(small_config(name, **changes))
+    original = type(model)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        hf_cascade.patch(model)
+    assert original.__name__ in str(caught.value)
+    assert type(model) is original
+    assert not hasattr(model, "cascade")
+    assert isinstance(caught.value, CascadeError)
+
+
+def test_several_obstacles_are_all_named():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small_config("mamba"))
+    with pytest.raises(UnsupportedModelError, match=r"position_ids.*past_key_values.*recurrent"):
+        hf_cascade.patch(model)
+
+
+@pytest.mark.parametrize(
+    "hook",
+    ["_expand_inputs_for_generation", "create_masks_for_generate", "_sample", "_beam_search",
+     "_prepare_cache_for_generation", "_prepare_position_ids_for_generation", "_prefill"],
+)  # fmt: skip
+def test_a_model_with_a_generation_hook_of_its_own_is_refused(hook):
+    model = new_model()
+    own = {hook: lambda self, *args, **kwargs: None}
+    model.__class__ = type("OwnLlama", (type(model),), own)
+    with pytest.raises(UnsupportedModelError, match=f"OwnLlama can't.*overrides {hook}"):
+        hf_cascade.patch(model)
+
+
+def test_attention_that_is_not_causal_is_refused_wherever_it_is_declared():
+    for declare in (
+        lambda model: setattr(model.config, "is_causal", False),
+        lambda model: setattr(model.model.layers[1].self_attn, "is_causal", False),
+    ):
+        model = new_model()
+        declare(model)
+        with pytest.raises(UnsupportedModelError, match="causal"):
+            hf_cascade.patch(model)
+
+
+@pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), None, "gpt2", object()], ids=repr)
+@pytest.mark.parametrize("function", [hf_cascade.patch, hf_cascade.unpatch])
+def test_what_is_no_model_is_refused(what, function):
+    with pytest.raises(UnsupportedModelError, match=f"needed, got {type(what).__name__}"):
+        function(what)
+
+
+def test_a_model_without_generate_is_refused():
+    with pytest.raises(UnsupportedModelError, match="LlamaModel"):
+        hf_cascade.patch(LlamaModel(new_model().config))
+
+
+def test_a_model_that_has_a_cascade_of_its_own_is_refused():
+    model = new_model()
+    model.cascade = "mine"
+    with pytest.raises(UnsupportedModelError, match="attribute `cascade`"):
+        hf_cascade.patch(model)
+    assert model.cascade == "mine"
+
+
+def test_decoders_that_look_like_encoders_are_served():
+    config = small_config("bert", is_decoder=True)
+    parity(randomize(AutoModelForCausalLM.from_config(config)), **RAGGED, do_sample=True)
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.18.0.dev0", "5.18.0", "6.0.0"])
+def test_an_untested_version_of_transformers_is_a_clear_message(version, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(UnsupportedModelError, match=rf"tested with .* {version} is installed"):
+        hf_cascade.patch(new_model())
+
+
+# Attention of a kind that slips past the gates is refused where it happens
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("sliding_window", 5), ("softcap", 30.0), ("s_aux", torch.zeros(4)),
+     ("position_bias", torch.zeros(1))],
+)  # fmt: skip
+def test_what_the_attention_function_can_t_do_is_an_error(argument, value, monkeypatch):
+    model = hf_cascade.patch(new_model())
+    attention = type(model.model.layers[0].self_attn)
+    forward = attention.forward
+    monkeypatch.setattr(
+        attention, "forward", lambda self, *a, **kw: forward(self, *a, **kw | {argument: value})
+    )
+    with pytest.raises(CascadeError, match=argument):
+        run(model, **RAGGED)
+    assert model.cascade.allocator.pages_in_use == 0
+
+
+def test_a_layer_that_bypasses_the_attention_function_is_an_error():
+    model = hf_cascade.patch(new_model())
+    # A config that the switch can't reach.
+    model.model.layers[1].self_attn.config = SimpleNamespace(_attn_implementation="sdpa")
+    with pytest.raises(UnsupportedModelError, match=r"layers \[1\]"):
+        run(model, **RAGGED)
+    assert model.config._attn_implementation == "sdpa"

@@ -1,0 +1,510 @@
+"""Outside `generate` a patched model is the stock model, and unpatched it is that one again.
+
+Inside, one call runs at a time, and whatever else uses the model meanwhile gets stock attention.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import json
+import pickle
+import threading
+import weakref
+
+import pytest
+import torch
+from models import (
+    PROMPT,
+    RAGGED,
+    assert_same,
+    batch,
+    new_model,
+    run,
+    tokens,
+)
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, LogitsProcessorList
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import hf_cascade
+from hf_cascade import UnsupportedModelError
+
+SAMPLED = RAGGED | {"do_sample": True, "num_return_sequences": 2}
+
+
+def surface(model) -> dict:
+    """Everything about a model that `unpatch` has to restore, by value."""
+    return {
+        "class": type(model),
+        "attributes": sorted(vars(model)),
+        "config": model.config.to_dict(),
+        "private config": {key: str(value) for key, value in sorted(vars(model.config).items())},
+        "generation_config": model.generation_config.to_dict(),
+        "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
+        "state": {name: tensor.tolist() for name, tensor in model.state_dict().items()},
+        "training": model.training,
+        "repr": repr(model),
+    }
+
+
+# patch, unpatch
+
+
+def test_patch_returns_the_model_itself():
+    model = new_model()
+    assert hf_cascade.patch(model) is model
+    assert hf_cascade.unpatch(model) is model
+
+
+def test_unpatch_restores_everything():
+    model = new_model()
+    before, stock = surface(model), run(model, **SAMPLED)
+    hf_cascade.patch(model, strict=True)
+    run(model, **SAMPLED)
+    with pytest.raises(hf_cascade.UnsupportedCallError):
+        run(model, **SAMPLED, use_cache=False)
+    run(model, **SAMPLED, return_dict_in_generate=True)
+    hf_cascade.unpatch(model)
+    assert surface(model) == before
+    assert not hasattr(model, "cascade")
+    assert_same(stock, run(model, **SAMPLED))
+
+
+def test_patching_changes_nothing_that_is_seen_from_outside():
+    stock, model = new_model(), hf_cascade.patch(new_model())
+    run(model, **SAMPLED)
+    patched = surface(model)
+    assert patched.pop("class") is not (original := surface(stock)).pop("class")
+    patched["attributes"].remove("cascade")
+    assert patched == original
+    assert isinstance(model, LlamaForCausalLM)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(type(model), name) == getattr(type(stock), name)
+    assert model.generate.__doc__ == stock.generate.__doc__
+
+
+def test_patching_twice_is_harmless():
+    model = hf_cascade.patch(new_model(), strict=True)
+    cascade, patched_class = model.cascade, type(model)
+    assert hf_cascade.patch(model, strict=True).cascade is cascade
+    assert type(model) is patched_class
+    hf_cascade.unpatch(model)
+    assert type(model) is LlamaForCausalLM
+    assert hf_cascade.unpatch(model) is model  # as is unpatching twice
+    assert type(model) is LlamaForCausalLM
+
+
+def test_patching_again_with_other_options_starts_anew():
+    model = hf_cascade.patch(new_model())
+    run(model, **SAMPLED)
+    hf_cascade.patch(model, page_size=2, max_pages=1000, strict=True)
+    assert model.cascade.stats is None
+    options = model.cascade.options
+    assert (options.page_size, options.max_pages, options.strict) == (2, 1000, True)
+    assert_same(run(new_model(), **SAMPLED), run(model, **SAMPLED))
+    assert model.cascade.pool.layers()[0][0].shape[2] == 2
+    hf_cascade.unpatch(model)
+    assert type(model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"page_size": 3}, "page_size must be one of .*, got 3"),
+        ({"page_size": 0}, "page_size must be one of .*, got 0"),
+        ({"page_size": 256}, "page_size must be one of .*, got 256"),
+        ({"max_pages": 0}, "max_pages must be at least 1 or None, got 0"),
+    ],
+)
+def test_an_option_out_of_range_is_named_and_changes_nothing(options, message):
+    model = new_model()
+    with pytest.raises(ValueError, match=message):
+        hf_cascade.patch(model, **options)
+    assert type(model) is LlamaForCausalLM
+    hf_cascade.patch(model)
+    cascade = model.cascade
+    with pytest.raises(ValueError, match=message):
+        hf_cascade.patch(model, **options)
+    assert model.cascade is cascade
+
+
+def test_models_of_one_class_are_patched_one_by_one():
+    first, second = hf_cascade.patch(new_model()), new_model()
+    assert type(second) is LlamaForCausalLM
+    hf_cascade.patch(second)
+    assert type(first) is type(second)
+    assert first.cascade is not second.cascade
+    run(first, **SAMPLED)
+    assert second.cascade.stats is None
+
+
+def test_a_patched_model_can_be_collected():
+    model = hf_cascade.patch(new_model())
+    run(model, **SAMPLED, return_dict_in_generate=True)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+
+
+# Copies and files
+
+
+def by_deepcopy(model):
+    return copy.deepcopy(model)
+
+
+def by_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_torch_save(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("make", [by_deepcopy, by_pickle, by_torch_save])
+def test_copies_are_patched_and_have_pages_of_their_own(make):
+    model = hf_cascade.patch(new_model(), page_size=8, strict=True)
+    expected = run(model, **SAMPLED)
+    twin = make(model)
+    assert type(twin) is type(model)
+    assert twin.cascade is not model.cascade
+    assert twin.cascade.options == model.cascade.options
+    assert twin.cascade.pool.layers() == []
+    assert twin.cascade.stats is None
+    assert_same(expected, run(twin, **SAMPLED))
+    twin.lm_head.weight.data.mul_(-1.0)
+    assert_same(expected, run(model, **SAMPLED))
+    hf_cascade.unpatch(twin)
+    assert type(twin) is LlamaForCausalLM
+    assert model.cascade.stats.path == "cascade"
+
+
+def test_a_copy_made_while_generating_is_whole():
+    """Also the copy of a model whose attention is switched at that moment."""
+    model, copies = hf_cascade.patch(new_model(), strict=True), []
+
+    def copying(ids, scores):
+        copies.append(by_pickle(model))
+        copies.append(copy.deepcopy(model))
+        return scores
+
+    expected = run(model, **SAMPLED)
+    run(model, **SAMPLED, max_new_tokens=1, logits_processor=LogitsProcessorList([copying]))
+    for each in copies:
+        assert each.config._attn_implementation == "sdpa"
+        assert_same(expected, run(each, **SAMPLED))
+        assert torch.equal(each(PROMPT["input_ids"]).logits, model(PROMPT["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("when", ["after generate", "inside generate"])
+def test_saved_and_loaded_it_is_the_stock_model(when, tmp_path):
+    model = hf_cascade.patch(new_model(), strict=True)
+
+    def saving(ids, scores):
+        model.save_pretrained(tmp_path)
+        return scores
+
+    if when == "inside generate":
+        run(model, **PROMPT, logits_processor=LogitsProcessorList([saving]), max_new_tokens=1)
+    else:
+        run(model, **SAMPLED)
+        model.save_pretrained(tmp_path)
+    text = (tmp_path / "config.json").read_text()
+    assert json.loads(text)["architectures"] == ["LlamaForCausalLM"]
+    assert "cascade" not in text
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded) is LlamaForCausalLM
+    assert_same(run(loaded, **SAMPLED), run(model, **SAMPLED))
+
+
+def test_a_model_may_be_cast_and_moved_between_calls():
+    model, stock = hf_cascade.patch(new_model(), strict=True), new_model()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        model.to(dtype)
+        stock.to(dtype)
+        out = run(model, **SAMPLED)
+        assert model.cascade.pool.layers()[0][0].dtype == dtype
+        if dtype != torch.bfloat16:
+            assert_same(run(stock, **SAMPLED), out)
+    assert model.to("cpu") is model
+
+
+# PEFT
+
+LORA = LoraConfig(
+    r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+)
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+def test_a_peft_model_is_unwrapped(patched_first):
+    torch.manual_seed(0)
+    stock = get_peft_model(new_model(), LORA).eval()
+    if patched_first:
+        model = get_peft_model(hf_cascade.patch(new_model(), strict=True), LORA).eval()
+        model.load_state_dict(stock.state_dict())
+    else:
+        model = copy.deepcopy(stock)
+        assert hf_cascade.patch(model, strict=True) is model
+    assert isinstance(model, PeftModel)
+    assert_same(run(stock, **SAMPLED), run(model, **SAMPLED))
+    assert model.cascade.stats.path == "cascade"  # through the wrapper
+    with model.disable_adapter():
+        assert_same(run(new_model(), **SAMPLED), run(model, **SAMPLED))
+    merged, stock_merged = model.merge_and_unload(), stock.merge_and_unload()
+    assert_same(run(stock_merged, **SAMPLED), run(merged, **SAMPLED))
+    assert merged.cascade.stats.path == "cascade"
+    hf_cascade.unpatch(merged)
+    assert type(merged) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("patched_first", [True, False])
+@pytest.mark.parametrize("kind", ["lora", "prefix tuning"])
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.filterwarnings("ignore::hf_cascade.CascadeFallbackWarning")
+def test_unpatching_a_peft_model_gives_the_stock_one(patched_first, kind):
+    config = LORA if kind == "lora" else PrefixTuningConfig(
+        num_virtual_tokens=3, task_type="CAUSAL_LM"
+    )  # fmt: skip
+    stock = get_peft_model(new_model(), config).eval()
+    model = hf_cascade.patch(new_model()) if patched_first else new_model()
+    model = get_peft_model(model, config).eval()
+    model.load_state_dict(stock.state_dict())
+    hf_cascade.patch(model)
+    expected = run(stock, **SAMPLED)
+    assert_same(expected, run(model, **SAMPLED))
+    hf_cascade.unpatch(model)
+    assert type(model.get_base_model()) is LlamaForCausalLM
+    assert_same(expected, run(model, **SAMPLED))
+
+
+def test_a_peft_model_of_what_can_t_be_served_is_refused():
+    model = new_model()
+    model.config.is_causal = False
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        hf_cascade.patch(get_peft_model(model, LORA))
+
+
+# Training
+
+
+def step(model, **arguments) -> list[torch.Tensor]:
+    """Loss, logits and all gradients of one forward and backward pass."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    out = model(**RAGGED, labels=RAGGED["input_ids"], **arguments)
+    out.loss.backward()
+    return [out.loss, out.logits, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("generate_first", [False, True])
+def test_training_is_unchanged_to_the_bit(implementation, checkpointing, generate_first):
+    stock = new_model(attention_dropout=0.1)
+    stock.set_attn_implementation(implementation)
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True)
+    if generate_first:
+        run(model, **SAMPLED)
+    for each in (stock, model):
+        each.train()
+        if checkpointing:
+            each.gradient_checkpointing_enable()
+    for one, other in zip(step(stock), step(model), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_generate_train_generate():
+    model, stock = hf_cascade.patch(new_model(), strict=True), new_model()
+    for _ in range(3):
+        for each in (stock, model):
+            each.eval()
+        assert_same(run(stock, **SAMPLED), run(model, **SAMPLED))
+        for each in (stock, model):
+            each.train()
+            step(each)
+            with torch.no_grad():
+                for parameter in each.parameters():
+                    parameter -= 0.1 * parameter.grad
+
+
+def test_forward_passes_outside_generate_are_unchanged_to_the_bit():
+    stock, model = new_model(), hf_cascade.patch(new_model())
+    run(model, **SAMPLED)
+    for arguments in ({}, {"output_hidden_states": True}, {"use_cache": False}):
+        for one, other in zip(
+            stock(**RAGGED, **arguments).to_tuple(),
+            model(**RAGGED, **arguments).to_tuple(),
+            strict=True,
+        ):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one, other)
+
+
+# Threads
+
+
+def in_threads(*functions) -> None:
+    """Run the functions at once; raises what one of them raised."""
+    errors: list[BaseException] = []
+    start = threading.Barrier(len(functions))
+
+    def guarded(function):
+        try:
+            start.wait()
+            function()
+        except BaseException as error:  # whatever it is, it belongs to the test
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(function,)) for function in functions]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+
+
+def greedily(model, prompt: dict):
+    """A function that generates greedily (random numbers are common to all threads) and checks."""
+    expected = new_model().generate(**prompt, max_new_tokens=12, do_sample=False, num_beams=1)
+
+    def check():
+        for _ in range(4):
+            out = model.generate(**prompt, max_new_tokens=12, do_sample=False)
+            assert torch.equal(out, expected)
+
+    return check
+
+
+def test_threads_on_one_model_take_turns():
+    model = hf_cascade.patch(new_model(), page_size=2, strict=True)
+    running, most = [0], [0]
+    call = model.cascade.call
+
+    def counted():
+        context = call()
+
+        class Counted:
+            def __enter__(self):
+                entered = context.__enter__()
+                running[0] += 1
+                most[0] = max(most[0], running[0])
+                return entered
+
+            def __exit__(self, *error):
+                running[0] -= 1
+                return context.__exit__(*error)
+
+        return Counted()
+
+    model.cascade.call = counted
+    in_threads(*(greedily(model, batch(tokens(9, seed=s), tokens(5, seed=s))) for s in range(4)))
+    assert most == [1]
+    assert model.cascade.allocator.pages_in_use == 0
+
+
+def test_models_made_from_one_config_generate_in_threads():
+    first = hf_cascade.patch(new_model(), strict=True)
+    second = LlamaForCausalLM(first.config).eval()
+    second.load_state_dict(first.state_dict())
+    hf_cascade.patch(second, strict=True)
+    in_threads(greedily(first, RAGGED), greedily(second, PROMPT), greedily(second, RAGGED))
+    assert first.config._attn_implementation == "sdpa"
+    assert "cascade" not in str(vars(first.config))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_forward_passes_in_other_threads_are_stock(implementation):
+    model = new_model()
+    model.set_attn_implementation(implementation)
+    expected = model(**RAGGED).logits
+    hf_cascade.patch(model, strict=True)
+
+    def forward():
+        for _ in range(60):
+            assert torch.equal(model(**RAGGED).logits, expected)
+
+    in_threads(greedily(model, RAGGED), forward, forward)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_straggler_gets_the_model_s_own_attention(implementation):
+    """A forward pass may look the function up while generate runs, and call it thereafter."""
+    model = new_model()
+    model.set_attn_implementation(implementation)
+    attention = model.model.layers[0].self_attn
+    q, k, v = torch.randn(3, 2, 4, 6, 8, generator=torch.Generator().manual_seed(0))
+    hf_cascade.patch(model)
+    straggler = ALL_ATTENTION_FUNCTIONS["hf_cascade"]
+    own = ALL_ATTENTION_FUNCTIONS.get_interface(
+        implementation, __import__(type(model).__module__, fromlist="x").eager_attention_forward
+    )
+    mask = None if implementation == "sdpa" else torch.full((6, 6), -1e9).triu(1)[None, None]
+    arguments = (attention, q, k[:, :2], v[:, :2], mask)
+    expected = own(*arguments, scaling=0.3, dropout=0.0)[0]
+    assert torch.equal(straggler(*arguments, scaling=0.3, dropout=0.0)[0], expected)
+
+
+# An interrupted call
+
+
+class Interruption(BaseException):
+    """Neither an Exception nor expected by anyone, like KeyboardInterrupt."""
+
+
+def interrupting(error: type[BaseException], at: int) -> LogitsProcessorList:
+    steps = iter(range(100))
+
+    def interrupt(ids, scores):
+        if next(steps) == at:
+            raise error("enough")
+        return scores
+
+    return LogitsProcessorList([interrupt])
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, Interruption])
+@pytest.mark.parametrize("at", [0, 1, 5])
+@pytest.mark.parametrize("beams", [1, 3])
+def test_an_interruption_leaves_no_trace(error, at, beams):
+    model = hf_cascade.patch(new_model(), page_size=2, strict=True)
+    run(model, **SAMPLED)
+    stats = model.cascade.stats
+    with pytest.raises(error, match="enough"):
+        run(model, **RAGGED, num_beams=beams, logits_processor=interrupting(error, at))
+    assert model.cascade.allocator.pages_in_use == 0
+    assert model.cascade.stats is stats
+    assert model.config._attn_implementation == "sdpa"
+    assert_same(run(new_model(), **SAMPLED), run(model, **SAMPLED))
+    assert model.cascade.current is None
+
+
+def test_an_interruption_within_the_forward_pass_leaves_no_trace():
+    for at in range(1, 6):
+        model = hf_cascade.patch(new_model(), strict=True)
+        calls = iter(range(100))
+
+        def interrupt(module, args, at=at, calls=calls):
+            if next(calls) == at:
+                raise KeyboardInterrupt
+
+        hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(model, **SAMPLED)
+        hook.remove()
+        assert model.cascade.allocator.pages_in_use == 0
+        assert_same(run(new_model(), **SAMPLED), run(model, **SAMPLED))
+
+
+def test_the_lock_is_free_after_an_interruption():
+    model = hf_cascade.patch(new_model(), strict=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(model, **SAMPLED, logits_processor=interrupting(KeyboardInterrupt, 2))
+    in_threads(greedily(model, PROMPT))
