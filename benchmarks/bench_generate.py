@@ -1,6 +1,6 @@
 """Many samples of one prompt: stock generate against patched generate, in one run.
 
-    python -m benchmarks.bench_generate [--json results.json]
+    python -m benchmarks.bench_generate [--samples 1 4 16] [--json results.json]
 
 The baseline is transformers as it comes: SDPA attention and the dynamic cache. Both sides make the
 same number of tokens. Greedy tokens are compared before the timing, on two rows that differ in
@@ -12,6 +12,8 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterable
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -54,28 +56,32 @@ def main() -> None:
             min_new_tokens=16,
             do_sample=False,
         )
-        runs = [
-            compare(
-                model,
-                one_row(ids),
-                seed=repeat,
-                title=f"sampling, run {repeat + 1}",
-                progress=progress,
-                max_new_tokens=arguments.new_tokens,
-                min_new_tokens=arguments.new_tokens,
-                do_sample=True,
-                num_return_sequences=arguments.samples,
+        medians = {
+            samples: median_run(
+                compare(
+                    model,
+                    one_row(ids),
+                    seed=repeat,
+                    title=f"{samples} samples, run {repeat + 1}",
+                    progress=progress,
+                    max_new_tokens=arguments.new_tokens,
+                    min_new_tokens=arguments.new_tokens,
+                    do_sample=True,
+                    num_return_sequences=samples,
+                )
+                for repeat in range(arguments.repeats)
             )
-            for repeat in range(arguments.repeats)
-        ]
-    median = sorted(runs, key=speedup)[len(runs) // 2]
+            for samples in arguments.samples
+        }
     console.print(f"Greedy check, identical tokens: {'yes' if greedy.identical else 'no'}")
-    console.print(comparison_table(median, title=f"Median run of {len(runs)}"))
+    for samples, run in medians.items():
+        title = f"{samples} samples, median of {arguments.repeats}"
+        console.print(comparison_table(run, title=title))
     if arguments.json:
         results = {
             "settings": settings,
             "greedy_identical": greedy.identical,
-            "runs": [run_numbers(run) for run in runs],
+            "runs": [{"samples": n} | run_numbers(run) for n, run in medians.items()],
         }
         arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
@@ -89,7 +95,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", help="folder of a transformers model (default: SmolLM2-135M)")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--samples", type=int, default=16)
+    parser.add_argument("--samples", type=int, nargs="+", default=[16])
     parser.add_argument("--prompt-tokens", type=int, default=700)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of each side")
@@ -116,12 +122,12 @@ def describe_settings(arguments: argparse.Namespace, model: PreTrainedModel) -> 
     """What a reader needs to judge and repeat the numbers."""
     device = torch.device(arguments.device)
     return {
+        "date": date.today().isoformat(),
         "model": arguments.model or "SmolLM2-135M-Instruct",
         "parameters": model.num_parameters(),
         "dtype": arguments.dtype,
         "stock attention": model.config._attn_implementation,
         "prompt tokens": arguments.prompt_tokens,
-        "samples": arguments.samples,
         "new tokens": arguments.new_tokens,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
         "CPU cores": os.cpu_count(),
@@ -170,6 +176,12 @@ def ragged_pair(ids: torch.Tensor) -> BatchEncoding:
             "attention_mask": torch.stack([mask, torch.cat([pad, mask[:-5]])]),
         }
     )
+
+
+def median_run(runs: Iterable[Comparison]) -> Comparison:
+    """The run with the median speed-up."""
+    ordered = sorted(runs, key=speedup)
+    return ordered[len(ordered) // 2]
 
 
 def speedup(run: Comparison) -> float:
