@@ -221,11 +221,11 @@ def test_strict_refuses_it_before_anything_is_computed(case):
     assert model.config._attn_implementation == case.model().config._attn_implementation
 
 
-@each_case
+OF_THE_CALL = {name: case for name, case in CASES.items() if case.model is new_model}
+
+
+@pytest.mark.parametrize("case", OF_THE_CALL.values(), ids=OF_THE_CALL)
 def test_the_next_call_shares_again(case):
-    """Unless the obstacle is in the model itself."""
-    if case.model is not new_model:
-        pytest.skip("the model itself is the obstacle")
     model = hf_cascade.patch(new_model(), strict=True)
     with pytest.raises(UnsupportedCallError):
         run(model, **case.inputs, **case.arguments(model))
@@ -272,6 +272,14 @@ def test_a_call_that_is_served_warns_of_nothing():
         warnings.simplefilter("error")
         run(model, **SAMPLED, num_return_sequences=2)
     assert (model.cascade.stats.path, model.cascade.stats.reason) == ("cascade", None)
+
+
+def test_what_happened_is_logged_and_nothing_is_printed(capsys, caplog):
+    model = hf_cascade.patch(new_model())
+    with caplog.at_level("DEBUG", logger="hf_cascade"):
+        run(model, **SAMPLED)
+    assert str(model.cascade.stats) in caplog.text
+    assert capsys.readouterr() == ("", "")
 
 
 def test_strict_for_a_few_calls():

@@ -91,6 +91,20 @@ def test_a_call_sees_nothing_of_the_pages_that_it_inherits():
                     pool.fill_(torch.nan)
 
 
+def test_a_call_sees_nothing_of_fresh_pages_either(monkeypatch):
+    """In deterministic mode torch fills what it does not initialize with NaN."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+        for call in (SAMPLED, RAGGED | {"num_beams": 4}):
+            for page_size in (1, 16):
+                model = hf_cascade.patch(new_model(), page_size=page_size, strict=True)
+                assert_same(run(new_model(), **call), run(model, **call))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 # release
 
 

@@ -539,13 +539,9 @@ def test_half_precision_models_are_as_exact_as_stock(name, dtype):
     assert_as_exact_as_stock(stock.out.logits, patched.out.logits, truth)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_other_dtypes_sample_tokens(dtype):
-    model = hf_cascade.patch(new_model().to(dtype), strict=True)
-    out = run(model, **RAGGED, **SAMPLED).sequences
-    assert out.shape == (15, RAGGED["input_ids"].shape[1] + 8)
-    if dtype == torch.float64:
-        assert torch.equal(out, run(new_model().to(dtype), **RAGGED, **SAMPLED).sequences)
+@each_mode
+def test_double_precision_generates_what_it_did(mode):
+    parity(new_model().double(), **RAGGED, **mode)
 
 
 # Everything at once
