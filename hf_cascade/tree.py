@@ -367,19 +367,19 @@ class KVTree:
         return upper
 
     def _join(self, node: Node, child: Node) -> None:
-        """Put `node` into its only child, if no sequence ends between them and no slot is lost.
+        """Put `node` into its only child, if the child starts in the slot where `node` ends.
 
-        An empty child of a node whose last page is open does not count: a clone may own that page
-        too, and the child would grow into the clone's tokens.
+        An empty child of a node whose last page is open does not: the rest of that page may be a
+        clone's, and the child would grow into it.
         """
         is_open = self._last_page_open(node)
-        meets = child.pages[:1] == node.pages[-1:] if is_open else child.first_slot == 0
-        if meets and node.num_sequences == child.num_sequences:
-            self._replace(node, child)
-            child.parent, child.first_slot = node.parent, node.first_slot
-            child.tokens[:0] = node.tokens
-            child.pages[:0] = node.pages[: len(node.pages) - is_open]
-            self.allocator.release(node.pages[len(node.pages) - is_open :])
+        if is_open and child.pages[:1] != node.pages[-1:]:
+            return
+        self._replace(node, child)
+        child.parent, child.first_slot = node.parent, node.first_slot
+        child.tokens[:0] = node.tokens
+        child.pages[:0] = node.pages[: len(node.pages) - is_open]
+        self.allocator.release(node.pages[len(node.pages) - is_open :])
 
     def _replace(self, node: Node, by: Node) -> None:
         siblings = self._siblings(node)
