@@ -16,7 +16,7 @@ from transformers import Cache, DynamicCache
 from .errors import UnsupportedModelError
 from .ops import append_kv, merge_state, prefix_attention, suffix_attention
 from .pages import PagePool
-from .plan import Plan, Query, build_layout, build_plan
+from .plan import Layout, Plan, Query, build_layout, build_plan
 from .tree import UNKNOWN_TOKEN, KVTree, Node, token_bytes
 
 # What `get_mask_sizes` answers, and nothing else does: "this pass needs no mask".
@@ -31,17 +31,21 @@ class CascadeCache(Cache):
     Args:
         tree: topology; one leaf per row once `start_decoding` was called.
         pool: storage, shared with other calls of the model.
+        is_compileable: decode steps are compiled: their plan keeps its tensors and shapes.
     """
 
-    def __init__(self, tree: KVTree, pool: PagePool) -> None:
+    def __init__(self, tree: KVTree, pool: PagePool, is_compileable: bool = False) -> None:
         super().__init__(layers=[])
         self.tree, self.pool = tree, pool
+        self._is_compileable = is_compileable
         self.leaves: list[Node | None] = []  # None: the row is over, its pages are returned
         self.prompt_length: list[int] = []  # tokens of each row's prompt, padding excluded
         self.decode_steps = 0
         self.row_steps = 0  # decoded tokens stored, over all rows, those that are over included
         self.longest_path = 0
         self._length = 0
+        self._max_new_tokens = 0
+        self._step_shapes: tuple[int, int, int] | None = None
         self._plans: dict[torch.device, Plan] = {}
         self._recorded: tuple[Tensor, Tensor, int] | None = None
         self._updated: list[int] = []
@@ -51,10 +55,8 @@ class CascadeCache(Cache):
 
     def begin(self, queries: Sequence[Query | None], device: torch.device) -> None:
         """Plan a pass of these queries; the model's packed rows are their tokens in order."""
-        self._layout = build_layout(self.tree, queries)
+        self._start_pass(build_layout(self.tree, queries))
         self._plans = {device: build_plan(self._layout, device)}
-        self._updated.clear()
-        self._attended.clear()
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Store the KV recorded last, then attend: the cascade of the blog, in four ops.
@@ -101,6 +103,7 @@ class CascadeCache(Cache):
 
     def reserve(self, rows: Sequence[bytes], max_new_tokens: int) -> None:
         """Tell the pool the most that these prompts (as `token_bytes`) can come to need."""
+        self._max_new_tokens = max_new_tokens
         allocator = self.pool.allocator
         tokens = sum(len(row) // 4 + max_new_tokens for row in rows)
         # A row's own leaf and its cut nodes may each leave a page partly filled.
@@ -124,11 +127,40 @@ class CascadeCache(Cache):
         """Plan a decode step: every live row's leaf grows by one token."""
         live = [leaf for leaf in self.leaves if leaf is not None]
         self.tree.extend(live, [_UNKNOWN] * len(live))
-        self.begin([_last_token(leaf) for leaf in self.leaves], device)
+        queries = [_last_token(leaf) for leaf in self.leaves]
+        if self._is_compileable:
+            self._begin_in_place(queries, device)
+        else:
+            self.begin(queries, device)
         self.decode_steps += 1
         self.row_steps += len(live)
         self.longest_path += 1
         self._length += 1
+
+    def _begin_in_place(self, queries: Sequence[Query | None], device: torch.device) -> None:
+        """Like `begin`, with the tensors and the shapes of the first step in all later ones."""
+        layout = build_layout(self.tree, queries)
+        if self._step_shapes is None:
+            self._step_shapes = self._largest_shapes(layout)
+            self._start_pass(layout.padded(*self._step_shapes))
+            self._plans = {device: build_plan(self._layout, device)}
+            return
+        self._start_pass(layout.padded(*self._step_shapes))
+        for plan in self._plans.values():
+            plan.update(self._layout)
+
+    def _largest_shapes(self, layout: Layout) -> tuple[int, int, int]:
+        """Most nodes, pages and reads that a later decode step can have."""
+        growth = -(-self._max_new_tokens // self.pool.allocator.page_size)
+        num_pages = len(layout.kv_indices) + growth * len(self.leaves)
+        num_nodes = len(layout.kv_len) + 1  # one for the rows that are over
+        return num_nodes, num_pages, len(layout.readers)
+
+    def _start_pass(self, layout: Layout) -> None:
+        self.pool.grow()
+        self._layout = layout
+        self._updated.clear()
+        self._attended.clear()
 
     def close_rows(self, done: Sequence[bool]) -> None:
         """Return the pages of rows that are over; all over at once is the end of the call."""
@@ -159,6 +191,13 @@ class CascadeCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, CASCADE_KV_OFFSET
+
+    @property
+    def is_compileable(self) -> bool:
+        return self._is_compileable
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return 0  # asked for masks only, and constant: a compiled step must not depend on it
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         return -1

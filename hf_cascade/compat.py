@@ -7,13 +7,15 @@ processors, stopping and sampling stay transformers' own code, hence the same ra
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
+import torch
 import transformers
 from packaging.specifiers import SpecifierSet
 from torch import Tensor
-from transformers import GenerationMixin
+from transformers import CompileConfig, GenerationMixin
 from transformers.generation import StoppingCriteriaList
 
 from .attention import attention_switched
@@ -25,6 +27,9 @@ from .runtime import Cascade
 
 # The versions of transformers that the hooks were tested with.
 TESTED_TRANSFORMERS = SpecifierSet(">=5.17,<5.18")
+
+# Where transformers keeps a model's compiled call, which is bound to that very model.
+COMPILED_ATTRIBUTES = ("_compiled_call", "_last_compile_config")
 
 
 def check_version() -> None:
@@ -45,7 +50,8 @@ class CascadeGenerate:
         # By reference to the original class: the subclass can't be found by its name.
         reduced = super().__reduce_ex__(max(2, protocol))
         assert isinstance(reduced, tuple)
-        return _new_patched, (original_class(type(self)),), *reduced[2:]
+        state = {k: v for k, v in reduced[2].items() if k not in COMPILED_ATTRIBUTES}
+        return _new_patched, (original_class(type(self)),), state, *reduced[3:]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
@@ -69,8 +75,28 @@ class CascadeGenerate:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        model_kwargs["past_key_values"] = model_kwargs["hf_cascade"] = self.cascade.open_cache(call)
+        compiles = self.cascade.options.compile and not generation_config.disable_compile
+        if compiles:
+            generation_config.compile_config = self._compile_config(generation_config)
+        cache = self.cascade.open_cache(call, is_compileable=compiles)
+        model_kwargs["past_key_values"] = model_kwargs["hf_cascade"] = cache
         call.cleanup.enter_context(attention_switched(self))
+
+    def _compile_config(self, generation_config) -> CompileConfig:
+        """How the decode step is compiled: as the user said, and with cascades fused."""
+        config = copy.copy(generation_config.compile_config)
+        if config is None:
+            # Hooks of accelerate, on a model that is split over devices, break the graph.
+            config = CompileConfig(fullgraph=not hasattr(self, "hf_device_map"), mode=None)  # type: ignore[arg-type]
+        options = dict(config.options or {})
+        if config.mode is not None:  # torch.compile takes a mode or options
+            options = torch._inductor.list_mode_options(config.mode) | options
+            config.mode = None
+        name = "post_grad_custom_pre_pass"
+        self.cascade.fusion.then = options.get(name) or getattr(torch._inductor.config, name)
+        config.options = options | {name: self.cascade.fusion}
+        config._compile_all_devices = True
+        return config
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]

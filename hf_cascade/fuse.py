@@ -32,7 +32,10 @@ _SUFFIX_ARGUMENTS = (*_PREFIX_ARGUMENTS[:8], "leaves", "sm_scale")
 
 
 class FusePass(CustomGraphPass):
-    """The pass; `num_fused` counts the cascades it has fused since it was made."""
+    """The pass; `num_fused` counts the cascades it has fused since it was made.
+
+    A graph that torch takes from its compile cache on disk was fused when it was put there.
+    """
 
     def __init__(self, then: Callable[[Graph], None] | None = None) -> None:
         self.then = then
@@ -43,6 +46,9 @@ class FusePass(CustomGraphPass):
         self.num_fused += sum(_fuse(merge) for merge in merges)
         if self.then is not None:
             self.then(graph)
+
+    def __deepcopy__(self, memo: dict) -> FusePass:
+        return self  # transformers copies compile options; the count has to stay one
 
     def uuid(self) -> Any:
         """What the compile cache keys on; None (no caching) if the chained pass has no key."""

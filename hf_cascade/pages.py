@@ -86,21 +86,23 @@ class PagePool:
         """Announce the most pages that will be in use until the next call; allocates nothing."""
         self._reserved_pages = num_pages
 
+    def grow(self) -> None:
+        """Make every layer hold every page handed out so far."""
+        for layer_idx, (k_pool, v_pool) in self._layers.items():
+            if k_pool.shape[0] < self.allocator.num_pages:
+                self._layers[layer_idx] = (self._grown(k_pool), self._grown(v_pool))
+
     def layer(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The (k_pool, v_pool) of a layer, able to hold every page handed out so far.
+        """The (k_pool, v_pool) of a layer, made at its first use.
 
         Args:
             layer_idx: index of the layer.
             k, v: [num_tokens, num_kv_heads, head_dim], what is about to be written.
         """
         pools = self._layers.get(layer_idx)
-        if pools is not None and not (_fits(pools[0], k) and _fits(pools[1], v)):
-            pools = None  # the model changed its dtype or device: nothing stored is of use
-        if pools is None or pools[0].shape[0] < self.allocator.num_pages:
-            # Tensors born in inference mode could not be written under no_grad later.
-            with torch.inference_mode(False), torch.no_grad():
-                pools = (self._grown(pools and pools[0], k), self._grown(pools and pools[1], v))
-            self._layers[layer_idx] = pools
+        # A model that changed its dtype or device has no use for what is stored.
+        if pools is None or not (_fits(pools[0], k) and _fits(pools[1], v)):
+            pools = self._layers[layer_idx] = (self._created(k), self._created(v))
         return pools
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -111,6 +113,7 @@ class PagePool:
         """Copy whole pages, given as (source, target), in every layer."""
         if not copies:
             return
+        self.grow()  # a target may be newer than the storage
         for k_pool, v_pool in self._layers.values():
             source, target = torch.tensor(copies, device=k_pool.device).unbind(1)
             for pool in (k_pool, v_pool):
@@ -118,21 +121,39 @@ class PagePool:
 
     def page_bytes(self) -> int:
         """Bytes of one page over all layers, K and V; 0 before the first token."""
-        return sum(pool[0].nbytes for pools in self._layers.values() for pool in pools)
+        return sum(
+            pool.shape[1:].numel() * pool.element_size()
+            for pools in self._layers.values()
+            for pool in pools
+        )
 
     def clear(self) -> None:
         """Drop the storage. Tensors still referenced elsewhere live on."""
         self._layers.clear()
 
-    def _grown(self, pool: Tensor | None, states: Tensor) -> Tensor:
-        needed, old = self.allocator.num_pages, 0 if pool is None else pool.shape[0]
-        capacity = max(needed, old, min(2 * needed, self._reserved_pages))
+    def _created(self, states: Tensor) -> Tensor:
         num_kv_heads, head_dim = states.shape[-2:]
-        shape = (capacity, num_kv_heads, self.allocator.page_size, head_dim)
-        grown = torch.empty(shape, dtype=states.dtype, device=states.device)
-        if pool is not None:
-            grown[:old] = pool
-        return grown
+        shape = (self._capacity(), num_kv_heads, self.allocator.page_size, head_dim)
+        # A tensor born in inference mode could not be written under no_grad later.
+        with torch.inference_mode(False):
+            return _of_any_size(torch.empty(shape, dtype=states.dtype, device=states.device))
+
+    def _grown(self, pool: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.no_grad():
+            grown = pool.new_empty(self._capacity(), *pool.shape[1:])
+            grown[: pool.shape[0]] = pool
+            return _of_any_size(grown)
+
+    def _capacity(self) -> int:
+        needed, limit = self.allocator.num_pages, self.allocator.max_pages
+        useful = self._reserved_pages if limit is None else min(self._reserved_pages, limit)
+        return max(needed, min(2 * needed, useful))
+
+
+def _of_any_size(pool: Tensor) -> Tensor:
+    """Tell torch.compile that a grown pool is no reason to compile anew."""
+    torch._dynamo.maybe_mark_dynamic(pool, 0)
+    return pool
 
 
 def _fits(pool: Tensor, states: Tensor) -> bool:

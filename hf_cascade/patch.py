@@ -7,7 +7,13 @@ from typing import Any, TypeVar
 import torch
 from transformers import GenerationMixin, PreTrainedModel
 
-from .compat import CascadeGenerate, cascade_class, check_version, original_class
+from .compat import (
+    COMPILED_ATTRIBUTES,
+    CascadeGenerate,
+    cascade_class,
+    check_version,
+    original_class,
+)
 from .errors import UnsupportedModelError
 from .gates import model_obstacles
 from .runtime import Cascade, Options
@@ -16,7 +22,12 @@ Model = TypeVar("Model", bound=torch.nn.Module)
 
 
 def patch(
-    model: Model, *, page_size: int = 16, max_pages: int | None = None, strict: bool = False
+    model: Model,
+    *,
+    page_size: int = 16,
+    max_pages: int | None = None,
+    strict: bool = False,
+    compile: bool = False,
 ) -> Model:
     """Make `model.generate` compute, store and read shared prefixes once.
 
@@ -32,6 +43,8 @@ def patch(
         max_pages: most pages in use at once, for all layers together; None is no limit but
             memory. A call that needs more raises OutOfPagesError.
         strict: raise UnsupportedCallError instead of falling back.
+        compile: run the decode steps of sampling and greedy search through torch.compile, with
+            cascades fused (`fuse_pass`). The first call takes long; later ones reuse its graph.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:
@@ -39,7 +52,7 @@ def patch(
             one that was tested; the message names what is in the way.
         ValueError: an option is out of range.
     """
-    options = Options(page_size=page_size, max_pages=max_pages, strict=strict)
+    options = Options(page_size=page_size, max_pages=max_pages, strict=strict, compile=compile)
     check_version()
     base = _base_model(model)
     if isinstance(base, CascadeGenerate):
@@ -68,6 +81,8 @@ def unpatch(model: Model) -> Model:
     if isinstance(base, CascadeGenerate):
         base.cascade.release()
         del base.cascade
+        for name in COMPILED_ATTRIBUTES:
+            vars(base).pop(name, None)
         base.__class__ = original_class(type(base))
     return model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,25 @@ class Layout:
     reader_indptr: list[int]
     readers: list[int]
 
+    def padded(self, num_nodes: int, num_pages: int, num_reads: int) -> Layout:
+        """The same tree with empty nodes, pages and readers that nobody reads added at the end.
+
+        A compiled step sees one set of shapes, however the tree grows and shrinks.
+        """
+
+        def pad(values: list[int], length: int, value: int) -> list[int]:
+            return values + [value] * (length - len(values))
+
+        return replace(
+            self,
+            kv_indptr=pad(self.kv_indptr, num_nodes + 1, self.kv_indptr[-1]),
+            kv_indices=pad(self.kv_indices, num_pages, 0),
+            kv_len=pad(self.kv_len, num_nodes, 0),
+            first_slot=pad(self.first_slot, num_nodes, 0),
+            reader_indptr=pad(self.reader_indptr, num_nodes + 1, self.reader_indptr[-1]),
+            readers=pad(self.readers, num_reads, 0),
+        )
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -47,8 +66,10 @@ class Plan:
     Shapes, for N nodes, B sequences and T query tokens (ops/cascade.py says more of each):
     q_indptr [B + 1], slots [T], kv_indptr [N + 1] in pages, kv_indices [pages], kv_len [N],
     first_slot [N], leaves [B], reader_indptr [N + 1], readers [number of (node, sequence) pairs].
+    All are parts of `packed`, so that one copy brings them to the device.
     """
 
+    packed: Tensor
     q_indptr: Tensor
     slots: Tensor
     kv_indptr: Tensor
@@ -58,6 +79,10 @@ class Plan:
     leaves: Tensor
     reader_indptr: Tensor
     readers: Tensor
+
+    def update(self, layout: Layout) -> None:
+        """Take over the values of a layout of the same shapes, in place."""
+        self.packed.copy_(_pack(layout)[0], non_blocking=True)
 
     @property
     def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -131,7 +156,24 @@ def build_layout(tree: KVTree, queries: Sequence[Query | None]) -> Layout:
 
 def build_plan(layout: Layout, device: torch.device) -> Plan:
     """The layout's values on `device`: one copy, then views."""
-    values = [getattr(layout, field.name) for field in fields(Plan)]
-    packed = torch.tensor([x for value in values for x in value], dtype=torch.int32)
-    parts = packed.to(device).split([len(value) for value in values])
-    return Plan(**{field.name: part for field, part in zip(fields(Plan), parts, strict=True)})
+    packed, lengths = _pack(layout)
+    packed = packed.to(device)
+    parts = packed.split([_aligned(length) for length in lengths])
+    views = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+    for view in views:
+        # What differs between calls is a size, not another compilation.
+        torch._dynamo.maybe_mark_dynamic(view, 0)
+    return Plan(packed, *views)
+
+
+def _pack(layout: Layout) -> tuple[Tensor, list[int]]:
+    """All values in one host tensor, each list at an aligned offset; and the lists' lengths."""
+    lists = [getattr(layout, field.name) for field in fields(Layout)]
+    lengths = [len(values) for values in lists]
+    padded = [values + [0] * (_aligned(len(values)) - len(values)) for values in lists]
+    return torch.tensor([x for values in padded for x in values], dtype=torch.int32), lengths
+
+
+def _aligned(length: int) -> int:
+    """A length in int32 that keeps what follows at 16 bytes, as compiled code assumes."""
+    return -(-length // 4) * 4

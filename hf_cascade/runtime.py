@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .cache import CascadeCache
 from .errors import CascadeFallbackWarning, UnsupportedCallError
+from .fuse import FusePass
 from .pages import PageAllocator, PagePool
 from .stats import GenerateStats
 from .tree import KVTree
@@ -31,6 +32,7 @@ class Options:
     page_size: int = 16
     max_pages: int | None = None
     strict: bool = False
+    compile: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -47,11 +49,11 @@ class Cascade:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.fusion = FusePass()
         self._lock = threading.RLock()
         self._strict = options.strict
-        self._calls: list[
-            Call
-        ] = []  # the running one last; several where generate runs inside generate
+        # The running call last; there are several where generate runs inside generate.
+        self._calls: list[Call] = []
         self._stats: GenerateStats | None = None
         self._description = "no generate call yet"
         self._warned: set[str] = set()
@@ -118,9 +120,9 @@ class Cascade:
         calls = self._calls
         return calls[-1] if calls and calls[-1].thread == threading.get_ident() else None
 
-    def open_cache(self, call: Call) -> CascadeCache:
-        """A cache over an empty tree, for `call`."""
-        call.cache = CascadeCache(KVTree(self.allocator), self.pool)
+    def open_cache(self, call: Call, is_compileable: bool) -> CascadeCache:
+        """A cache over an empty tree, for `call`; compileable if its decode steps are compiled."""
+        call.cache = CascadeCache(KVTree(self.allocator), self.pool, is_compileable)
         return call.cache
 
     def fall_back(self, call: Call, reason: str, model_name: str) -> None:
