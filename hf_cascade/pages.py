@@ -127,10 +127,6 @@ class PagePool:
             for pool in pools
         )
 
-    def clear(self) -> None:
-        """Drop the storage. Tensors still referenced elsewhere live on."""
-        self._layers.clear()
-
     def _created(self, states: Tensor) -> Tensor:
         num_kv_heads, head_dim = states.shape[-2:]
         shape = (self._capacity(), num_kv_heads, self.allocator.page_size, head_dim)

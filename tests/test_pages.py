@@ -138,17 +138,23 @@ def test_used_and_free_are_all_pages_after_every_call(calls, max_pages):
 # PagePool
 
 
+def grown(pool):
+    """The tensors of layer 0, able to hold every page handed out: what a pass begins with."""
+    pool.grow()
+    return pool.layer(0, states(), states())
+
+
 def test_growth_keeps_contents():
     pool = new_pool(1)
     written = []
     for step in range(9):
-        k_pool, v_pool = pool.layer(0, states(), states())
+        k_pool, v_pool = grown(pool)
         assert k_pool.shape[0] >= pool.allocator.num_pages
         page = pool.allocator.num_pages - 1
         k_pool[page], v_pool[page] = step, -step
         written.append((page, step))
         pool.allocator.allocate(1 + step % 3)
-    k_pool, v_pool = pool.layer(0, states(), states())
+    k_pool, v_pool = grown(pool)
     for page, step in written:
         assert (k_pool[page] == step).all()
         assert (v_pool[page] == -step).all()
@@ -156,10 +162,10 @@ def test_growth_keeps_contents():
 
 def test_a_pool_that_fits_is_the_same_storage():
     pool = new_pool(3)
-    before = pool.layer(0, states(), states())
+    before = grown(pool)
     pool.allocator.release([0, 1])
     pool.allocator.allocate(2)
-    after = pool.layer(0, states(), states())
+    after = grown(pool)
     assert [tensor.data_ptr() for tensor in after] == [tensor.data_ptr() for tensor in before]
 
 
@@ -176,28 +182,28 @@ def test_growth_doubles_but_not_beyond_what_was_announced(reserved, capacities):
     pool.reserve(reserved)
     assert pool.layers() == [], "announcing allocates nothing"
     for capacity in capacities:
-        assert pool.layer(0, states(), states())[0].shape[0] == capacity
+        assert grown(pool)[0].shape[0] == capacity
         pool.allocator.allocate(1)
 
 
 def test_storage_never_shrinks_when_less_is_announced():
     pool = new_pool(4)
     pool.reserve(8)
-    before = pool.layer(0, states(), states())[0]
+    before = grown(pool)[0]
     pool.reserve(1)
-    assert pool.layer(0, states(), states())[0] is before
+    assert grown(pool)[0] is before
     pool.allocator.allocate(5)
-    assert pool.layer(0, states(), states())[0].shape[0] == 9
+    assert grown(pool)[0].shape[0] == 9
 
 
 @pytest.mark.parametrize("reserved", [0, 5, 100])
 def test_storage_is_never_larger_than_max_pages(reserved):
     pool = new_pool(3, max_pages=5)
     pool.reserve(reserved)
-    assert pool.layer(0, states(), states())[0].shape[0] <= 5
+    assert grown(pool)[0].shape[0] <= 5
     for _ in range(2):
         pool.allocator.allocate(1)
-        assert pool.layer(0, states(), states())[0].shape[0] <= 5
+        assert grown(pool)[0].shape[0] <= 5
 
 
 def test_each_layer_takes_its_shape_and_dtype_from_what_it_is_given():
@@ -266,11 +272,11 @@ def test_storage_born_in_any_mode_can_be_written_in_any_other(inside, after):
             tensor[0, :, 0] = k[0]
     pool.allocator.allocate(1)  # grows: contents pass from one mode to the other
     with after():
-        for tensor in pool.layer(0, states(), states()):
+        for tensor in grown(pool):
             assert not tensor.requires_grad
             tensor[1, :, 0] = 2
         pool.copy_pages([(0, 2)])
-        for tensor in pool.layer(0, states(), states()):
+        for tensor in grown(pool):
             assert (tensor[[0, 2], :, 0] == 1).all()
             assert (tensor[1, :, 0] == 2).all()
 
@@ -300,14 +306,3 @@ def test_page_bytes_before_any_page_is_handed_out():
     k_pool, _ = pool.layer(0, states(), states())
     assert k_pool.shape[0] == 0
     assert pool.page_bytes() == 2 * 4 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM
-
-
-def test_clear_drops_the_storage_but_not_what_others_hold():
-    pool = new_pool(2)
-    k_pool, _ = pool.layer(0, states(), states())
-    k_pool[:] = 3
-    pool.clear()
-    assert (pool.layers(), pool.page_bytes()) == ([], 0)
-    fresh, _ = pool.layer(0, states(), states())
-    assert fresh.data_ptr() != k_pool.data_ptr()
-    assert (k_pool == 3).all()
