@@ -47,7 +47,9 @@ def main() -> int:
         for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
             commands.append(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests])
             commands[-1] += ["-k", "sanitized"]
-    failed = [c for c in commands if subprocess.run(c, env=environment, cwd=ROOT / "tests").returncode]
+    failed = [
+        c for c in commands if subprocess.run(c, env=environment, cwd=ROOT / "tests").returncode
+    ]
     for command in failed:
         print("FAILED:", " ".join(command))
     return 1 if failed else 0

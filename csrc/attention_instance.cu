@@ -13,6 +13,33 @@ int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// The pool as the copy engine sees it: boxes of 16 slots and 64 values of one page and head. Values
+// past head_dim (80 and 96 are no multiples of 64) arrive as zeros.
+CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMapDataType type,
+                     uint64_t head_dim) {
+  static const auto encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    check_launch(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
+                                                  cudaEnableDefault, &result),
+                 "cuTensorMapEncodeTiled");
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  const uint64_t page_size = uint64_t{1} << params.page_size_log2;
+  const uint64_t num_heads = params.num_kv_heads, row_bytes = head_dim * 2;
+  const cuuint64_t sizes[4] = {head_dim, page_size, num_heads, params.num_pages};
+  const cuuint64_t strides[3] = {row_bytes, page_size * row_bytes,
+                                 num_heads * page_size * row_bytes};
+  const cuuint32_t box[4] = {kBoxValues, kBoxTokens, 1, 1}, steps[4] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult status =
+      encode(&map, type, 4, const_cast<void*>(pool), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", int{status});
+  return map;
+}
+
 template <typename T, int kHeadDim>
 void launch_typed(AttentionParams params, cudaStream_t stream) {
   using Traits = AttentionTraits<T, kHeadDim>;
@@ -21,6 +48,12 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
   int num_stages = kMaxStages;
   while (num_stages > 1 && Shared::bytes(num_stages) > available) --num_stages;
   params.num_stages = num_stages;
+  if (device_attribute(cudaDevAttrComputeCapabilityMajor) == 9) {
+    const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    params.k_map = pool_map(params.k_pool, params, type, kHeadDim);
+    params.v_map = pool_map(params.v_pool, params, type, kHeadDim);
+  }
   const int bytes = Shared::bytes(num_stages);
   check_launch(cudaFuncSetAttribute(cascade_attention_kernel<Traits>,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),

@@ -46,11 +46,11 @@ struct RowTile {
     }
   }
 
-  // Tokens [16 * first, 16 * (first + kCount)) of the tile. Of row r only those before limit[r]
-  // count (row 0: lane / 4, row 1: lane / 4 + 8); kMasked says whether any limit matters.
+  // Tokens [16 * first, 16 * (first + kCount)) of the tile. For row r only those from `begin` on
+  // and before limit[r] count (row 0: lane / 4, row 1: lane / 4 + 8), where kMasked says so.
   template <int kCount, bool kMasked>
-  __device__ void attend(uint32_t granule, uint32_t k, uint32_t v, int first, const int (&limit)[2],
-                         float scale_log2) {
+  __device__ void attend(uint32_t granule, uint32_t k, uint32_t v, int first, int begin,
+                         const int (&limit)[2], float scale_log2) {
     float score[2 * kCount][4] = {};
     multiply_keys<kCount>(score, granule, k, first);
     if constexpr (kMasked) {
@@ -59,12 +59,28 @@ struct RowTile {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int token = 16 * first + 8 * j + 2 * (threadIdx.x % 4) + i % 2;
-          if (token >= limit[i / 2]) score[j][i] = negative_infinity();
+          if (token < begin || token >= limit[i / 2]) score[j][i] = negative_infinity();
         }
       }
     }
     soften<2 * kCount>(score, scale_log2);
     multiply_values<kCount>(score, v, first);
+  }
+
+  // Zeros into V rows [first, last) of the tile outside [begin, end): there 0 * V must be 0. Each
+  // warp clears all that it will read, so none has to wait for another.
+  static __device__ void clear_padding(uint32_t v, int first, int last, int begin, int end) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    const int lane = threadIdx.x % 32;
+    for (int i = first * Traits::kPanels * 8 + lane; i < last * Traits::kPanels * 8; i += 32) {
+      const int row = i / (Traits::kPanels * 8), chunk = i % (Traits::kPanels * 8);
+      if (row < begin || row >= end) {
+        ptx::store_zeros_16(swizzled<Traits::kKvTile>(v, row, chunk));
+      }
+    }
+    ptx::fence_async_proxy();
+    __syncwarp();
+#endif
   }
 
   // Sums over the four threads that share a row.

@@ -1,6 +1,8 @@
 // Sizes of the attention kernel, and what its warps share. Knows CUDA only.
 #pragma once
 
+#include <cuda.h>  // CUtensorMap
+
 #include "params.h"
 #include "work_list.cuh"
 
@@ -13,6 +15,8 @@ constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kAttentionThreads = kConsumers + 128;
 constexpr int kConsumerRegisters = 208;
 constexpr int kProducerRegisters = 88;  // 2 * 208 + 88 = 3 * 168: more would wait forever
+constexpr int kBoxTokens = 16;  // the copy engine moves 16 slots at a time: no page is smaller,
+constexpr int kBoxValues = 64;  // of 128 bytes each: as wide as a swizzled row can be
 constexpr int kMaxStages = 8;
 constexpr int kTicketCounters = 1;  // counters: the next ticket, then one per (sequence, kv head)
 
@@ -55,15 +59,15 @@ struct Target {
 struct alignas(16) Tile {
   enum Flags : int32_t { kFirst = 1, kLast = 2, kLeaf = 4, kCausal = 8, kPartial = 16, kStop = 32 };
   int32_t flags;
-  int32_t num_tokens;  // present, from the tile's first on
+  int32_t begin, end;  // the tile's rows that are tokens of this item; the others are padding
   int32_t index;       // within its item
   int32_t head;        // kv head
   int32_t num_rows;    // query rows of the item
   int32_t granule;     // a leaf's q
   int32_t targets;     // which of the two target tables; leaves: unused
-  int32_t visible;     // causal: tokens of this tile that the item's first query token sees
+  int32_t visible;     // causal: the first row that the item's first query token does not see
   Target target;       // of a leaf
-  int32_t padding[2];
+  int32_t padding;
 };
 
 struct Control {
@@ -108,16 +112,19 @@ struct SharedMemory {
 };
 
 struct AttentionParams {
+  CUtensorMap k_map;  // the pools as the copy engine sees them; sm_90 only
+  CUtensorMap v_map;
   TreeParams tree;
   WorkList work;
-  const void* q;           // [num_tokens, num_q_heads, head_dim], strides below
-  const void* k_pool;      // [num_pages, num_kv_heads, page_size, head_dim]
-  const void* v_pool;      // like k_pool
-  void* out;               // [num_tokens, num_q_heads, head_dim]
-  float* lse;              // [num_tokens, num_q_heads], natural log
-  float* state_out;        // [num slots, num_q_heads, head_dim], partial states, normalized
-  float* state_lse_log2;   // [num slots, num_q_heads]
-  int32_t* counters;       // [1 + B * num_kv_heads], zero at the start
+  const void* q;          // [num_tokens, num_q_heads, head_dim], strides below
+  const void* k_pool;     // [num_pages, num_kv_heads, page_size, head_dim]
+  const void* v_pool;     // like k_pool
+  void* out;              // [num_tokens, num_q_heads, head_dim]
+  float* lse;             // [num_tokens, num_q_heads], natural log
+  float* state_out;       // [num slots, num_q_heads, head_dim], partial states, normalized
+  float* state_lse_log2;  // [num slots, num_q_heads]
+  int32_t* counters;      // [1 + B * num_kv_heads], zero at the start
+  uint64_t num_pages;
   int64_t q_token_stride;  // in 16-byte chunks
   int64_t q_head_stride;
   int num_kv_heads;

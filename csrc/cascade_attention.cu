@@ -165,6 +165,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   params.counters = static_cast<int32_t*>(counters.data_ptr());
   params.q_token_stride = stride_in_chunks(q, 0);
   params.q_head_stride = stride_in_chunks(q, 1);
+  params.num_pages = static_cast<uint64_t>(k_pool.size(0));
   params.num_kv_heads = static_cast<int>(num_kv_heads);
   params.group_size = static_cast<int>(num_q_heads / num_kv_heads);
   while ((1 << params.page_size_log2) < page_size) ++params.page_size_log2;

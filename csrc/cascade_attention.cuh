@@ -75,19 +75,20 @@ class Consumer {
       }
     }
     constexpr int kAll = Traits::kSlices;
-    if (tile.num_tokens == Traits::kKvTile && !(tile.flags & Tile::kCausal)) {
-      rows_.template attend<kAll, false>(granule, shared_.k(stage), shared_.v(stage), 0, {0, 0},
-                                         p_.scale_log2);
+    const uint32_t k = shared_.k(stage), v = shared_.v(stage);
+    const bool is_whole = tile.begin == 0 && tile.end == Traits::kKvTile;
+    if (!is_whole) rows_.clear_padding(v, 0, Traits::kKvTile, tile.begin, tile.end);
+    if (is_whole && !(tile.flags & Tile::kCausal)) {
+      rows_.template attend<kAll, false>(granule, k, v, 0, 0, {0, 0}, p_.scale_log2);
     } else {
       int limit[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int seen =
-            tile.flags & Tile::kCausal ? tile.visible + row_of(r) / p_.group_size : tile.num_tokens;
-        limit[r] = min(tile.num_tokens, seen);
+            tile.flags & Tile::kCausal ? tile.visible + row_of(r) / p_.group_size : tile.end;
+        limit[r] = min(tile.end, seen);
       }
-      rows_.template attend<kAll, true>(granule, shared_.k(stage), shared_.v(stage), 0, limit,
-                                        p_.scale_log2);
+      rows_.template attend<kAll, true>(granule, k, v, 0, tile.begin, limit, p_.scale_log2);
     }
   }
 
@@ -102,10 +103,13 @@ class Consumer {
     }
     const int slice = warp_ % Traits::kSlices;
     if (tile.index % Traits::kTeams != warp_ / Traits::kSlices) return;
-    if (16 * slice >= tile.num_tokens) return;
-    const int limit[2] = {tile.num_tokens, tile.num_tokens};
-    rows_.template attend<1, true>(granule, shared_.k(stage), shared_.v(stage), slice, limit,
-                                   p_.scale_log2);
+    if (16 * slice >= tile.end || 16 * slice + 16 <= tile.begin) return;
+    const int limit[2] = {tile.end, tile.end};
+    if (16 * slice < tile.begin || 16 * slice + 16 > tile.end) {
+      rows_.clear_padding(shared_.v(stage), 16 * slice, 16 * slice + 16, tile.begin, tile.end);
+    }
+    rows_.template attend<1, true>(granule, shared_.k(stage), shared_.v(stage), slice, tile.begin,
+                                   limit, p_.scale_log2);
   }
 
   // The item's row that this thread holds in its r-th half.

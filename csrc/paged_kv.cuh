@@ -4,8 +4,9 @@
 // their way, so short suffixes keep as many bytes in flight as long prefixes do.
 //   Owns     the ring of stages (waits for `empty`, fills, signals `full`), the 8 granules of q and
 //            two tables of targets.
-//   Moves    per tile kKvTile rows of K and of V, 16 bytes a lane and copy; rows that do not exist
-//            are zeros, so that 0 * V is 0 whatever the pool holds there.
+//   Moves    per tile kKvTile rows of K and of V, whose row 0 is a slot divisible by 16: on sm_90
+//   by
+//            the copy engine, else 16 bytes a lane and cp.async.
 #pragma once
 
 #include "attention_traits.cuh"
@@ -90,7 +91,7 @@ class Producer {
     }
     if (__any_sync(~0u, is_partial)) item_.flags |= Tile::kPartial;
     const int begin = split * length, end = min(kv_len, begin + length);
-    remaining_ = ceil_div(end - begin, Traits::kKvTile);
+    remaining_ = count_tiles(node, begin, end);
     stream(node, begin, end, 0);
   }
 
@@ -116,7 +117,7 @@ class Producer {
 
     const int length = split_length(kv_len, p_.num_kv_heads, header.split_shift);
     const int begin = split * length, end = min(kv_len, begin + length);
-    remaining_ = max(1, ceil_div(end - begin, Traits::kKvTile));
+    remaining_ = begin < end ? count_tiles(node, begin, end) : 1;
     if (begin >= end) return stream_nothing();
     stream(node, begin, end, 0);
   }
@@ -146,9 +147,9 @@ class Producer {
     const int path_begin = p_.work.path_indptr[seq], path_end = p_.work.path_indptr[seq + 1];
     const int first_visible = max(0, leaf_len - q_len + first + 1);
     const int leaf_end = leaf < 0 ? 0 : min(leaf_len, first_visible + num_tokens - 1);
-    int tiles = ceil_div(max(0, leaf_end), Traits::kKvTile);
+    int tiles = leaf_end > 0 ? count_tiles(leaf, 0, leaf_end) : 0;
     for (int i = path_begin; i < path_end; ++i) {
-      tiles += ceil_div(p_.tree.kv_len[p_.work.path[i]], Traits::kKvTile);
+      tiles += count_tiles(p_.work.path[i], 0, p_.tree.kv_len[p_.work.path[i]]);
     }
     remaining_ = max(1, tiles);
     if (tiles == 0) return stream_nothing();
@@ -190,52 +191,105 @@ class Producer {
 
   // ------------------------------------------------------------------ tiles
 
-  // Tokens [begin, end) of a node. first_visible > 0: causal, the item's first query token sees
-  // that many tokens of the node.
+  // Tiles of tokens [begin, end) of a node; they start at multiples of 16 slots.
+  __device__ int count_tiles(int node, int begin, int end) const {
+    if (begin >= end) return 0;
+    const int first_slot = p_.tree.first_slot[node];
+    return ceil_div(first_slot + end - aligned(first_slot + begin), Traits::kKvTile);
+  }
+
+  static __device__ int aligned(int slot) { return slot / kBoxTokens * kBoxTokens; }
+
+  // Sends those tiles. first_visible > 0: causal, the item's first query token sees that many
+  // tokens of the node.
   __device__ void stream(int node, int begin, int end, int first_visible) {
     const int32_t* pages = p_.tree.kv_indices + p_.tree.kv_indptr[node];
     const int first_slot = p_.tree.first_slot[node];
-    const int slot_mask = (1 << p_.page_size_log2) - 1;
-    for (int start = begin; start < end; start += Traits::kKvTile) {
-      const int num_tokens = min(Traits::kKvTile, end - start);
-      uint32_t row_chunk[kRowsPerLane];  // where the lane's rows begin, in 16-byte chunks
-#pragma unroll
-      for (int j = 0; j < kRowsPerLane; ++j) {
-        const int slot = first_slot + start + lane_ + 32 * j;
-        row_chunk[j] = 0;
-        if (lane_ + 32 * j < num_tokens) {
-          const uint32_t page = pages[slot >> p_.page_size_log2];
-          const uint32_t row =
-              ((page * p_.num_kv_heads + item_.head) << p_.page_size_log2) + (slot & slot_mask);
-          row_chunk[j] = row * Traits::kRowChunks;
-        }
-      }
+    const int end_slot = first_slot + end;
+    for (int start = aligned(first_slot + begin); start < end_slot; start += Traits::kKvTile) {
       Tile tile = item_;
-      tile.num_tokens = num_tokens;
+      tile.begin = max(0, first_slot + begin - start);
+      tile.end = min(Traits::kKvTile, end_slot - start);
       if (first_visible > 0) {
-        tile.visible = first_visible - start;
-        if (tile.visible < num_tokens) tile.flags |= Tile::kCausal;
+        tile.visible = first_slot + first_visible - start;
+        if (tile.visible < tile.end) tile.flags |= Tile::kCausal;
       }
-      send(tile, row_chunk);
+      send(tile, pages, start);
     }
   }
 
   __device__ void stream_nothing() {
-    const uint32_t row_chunk[kRowsPerLane] = {};
-    send(item_, row_chunk);
+    Tile tile = item_;
+    send(tile, nullptr, 0);
   }
 
-  __device__ void send(Tile& tile, const uint32_t (&row_chunk)[kRowsPerLane]) {
+  // Sends a tile whose row 0 is the node's slot `start`.
+  __device__ void send(Tile& tile, const int32_t* pages, int start) {
+    // Its latency passes while we wait for the stage.
+    const Source source = find_source(tile, pages, start);
     wait_for_stage();
     if (tile.flags & Tile::kFirst) load_queries(tile);
-    load_tile(tile.num_tokens, row_chunk);
+    load_tile(tile, source);
     if (--remaining_ == 0) tile.flags |= Tile::kLast;
     hand_over(tile);
     item_.flags &= ~Tile::kFirst;
     ++item_.index;
   }
 
-  __device__ void load_tile(int num_tokens, const uint32_t (&row_chunk)[kRowsPerLane]) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  // The copy engine: a lane a box of 16 tokens and 64 values. Rows outside the item's tokens hold
+  // whatever is near; the consumers mask K and clear V (`clear_padding`).
+  static constexpr int kBoxes = Traits::kKvTile / kBoxTokens;
+
+  struct Source {
+    int page, slot;  // of the lane's box
+  };
+
+  __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
+    const int row = lane_ % kBoxes * kBoxTokens;
+    if (row >= tile.end) return {-1, 0};
+    const int slot = start + row;
+    return {pages[slot >> p_.page_size_log2], slot & ((1 << p_.page_size_log2) - 1)};
+  }
+
+  __device__ void load_tile(const Tile& tile, const Source& source) {
+    constexpr int kCopies = 2 * kBoxes * Traits::kPanels;
+    static_assert(kCopies <= 32);
+    constexpr int kBoxBytes = kBoxTokens * 128;
+    uint64_t* full = &control_.full[stage_];
+    const int boxes = ceil_div(tile.end, kBoxTokens);
+    if (lane_ == 0) ptx::barrier_expect_bytes(full, 2 * boxes * Traits::kPanels * kBoxBytes);
+    __syncwarp();
+    if (lane_ >= kCopies || source.page < 0) return;
+    const int box = lane_ % kBoxes, panel = lane_ / kBoxes % Traits::kPanels;
+    const bool is_v = lane_ >= kCopies / 2;
+    const uint32_t target = (is_v ? shared_.v(stage_) : shared_.k(stage_)) +
+                            panel * Traits::kKvTile * 128 + box * kBoxBytes;
+    ptx::copy_box(target, is_v ? &p_.v_map : &p_.k_map, full, panel * kBoxValues, source.slot,
+                  tile.head, source.page);
+  }
+#else
+  // 16 bytes a lane and copy. Rows outside the item's tokens are zeros, so that 0 * V is 0 whatever
+  // the pool holds there.
+  struct Source {
+    uint32_t row_chunk[kRowsPerLane];  // where the lane's rows begin, in 16-byte chunks
+  };
+
+  __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
+    Source source = {};
+#pragma unroll
+    for (int j = 0; j < kRowsPerLane; ++j) {
+      const int row = lane_ + 32 * j, slot = start + row;
+      if (row < tile.begin || row >= tile.end) continue;
+      const uint32_t page = pages[slot >> p_.page_size_log2];
+      const uint32_t pool_row = ((page * p_.num_kv_heads + tile.head) << p_.page_size_log2) +
+                                (slot & ((1 << p_.page_size_log2) - 1));
+      source.row_chunk[j] = pool_row * Traits::kRowChunks;
+    }
+    return source;
+  }
+
+  __device__ void load_tile(const Tile& tile, const Source& source) {
     const char* k_pool = static_cast<const char*>(p_.k_pool);
     const char* v_pool = static_cast<const char*>(p_.v_pool);
     const uint32_t k = shared_.k(stage_), v = shared_.v(stage_);
@@ -245,13 +299,15 @@ class Producer {
       const int chunk = (32 * i + lane_) % Traits::kRowChunks;
       // 32 rows are a whole number of rounds, so a round's rows all belong to one register.
       const uint32_t begin =
-          __shfl_sync(~0u, row_chunk[32 * i / Traits::kRowChunks / 32], row % 32);
+          __shfl_sync(~0u, source.row_chunk[32 * i / Traits::kRowChunks / 32], row % 32);
       const int64_t offset = (int64_t{begin} + chunk) * 16;
       const uint32_t place = swizzled<Traits::kKvTile>(0, row, chunk);
-      ptx::copy_async_16(k + place, k_pool + offset, row < num_tokens);
-      ptx::copy_async_16(v + place, v_pool + offset, row < num_tokens);
+      const bool exists = row >= tile.begin && row < tile.end;
+      ptx::copy_async_16(k + place, k_pool + offset, exists);
+      ptx::copy_async_16(v + place, v_pool + offset, exists);
     }
   }
+#endif
 
   // Row r of the item is query token r / group_size, head r % group_size of the group.
   __device__ void load_queries(Tile& tile) {

@@ -59,6 +59,36 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   }
 }
 
+// Announces bytes that the copy engine will deliver before the phase may end.
+__device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, uint32_t bytes) {
+  asm volatile(
+      "mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
+}
+
+// The copy engine moves a box of a 4-d tensor to shared memory and tells the barrier its bytes.
+__device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint64_t* barrier, int x,
+                                         int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// Orders this thread's ordinary accesses to shared memory before those of the copy engine and of
+// wgmma that follow.
+__device__ __forceinline__ void fence_async_proxy() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void store_zeros_16(uint32_t target) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
+}
+
 // A barrier among `num_threads` threads of the CTA, by number; 0 is __syncthreads'.
 __device__ __forceinline__ void named_barrier_sync(int number, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
