@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from .errors import UnsupportedModelError
 
 # transformers looks for "flash", "sdpa" and "flex" inside the name.
 ATTENTION_NAME = "hf_cascade"
-# On a config while its `_attn_implementation` is ours, a `_Switch`.
-_SWITCH_ATTRIBUTE = "_hf_cascade_switch"
 _switch_lock = threading.Lock()
 
 
@@ -95,32 +92,47 @@ def attention_switched(model: Any) -> Iterator[None]:
     }
     with _switch_lock:
         for config in configs.values():
-            switch = vars(config).setdefault(
-                _SWITCH_ATTRIBUTE, _Switch(config._attn_implementation)
-            )
-            switch.users += 1
-            config._attn_implementation_internal = ATTENTION_NAME
+            if not isinstance(config._attn_implementation, _Switched):
+                config._attn_implementation_internal = _Switched(config._attn_implementation)
+            config._attn_implementation.users += 1
     try:
         yield
     finally:
         with _switch_lock:
             for config in configs.values():
-                switch = vars(config)[_SWITCH_ATTRIBUTE]
-                switch.users -= 1
-                if not switch.users:
-                    config._attn_implementation_internal = switch.implementation_before
-                    del vars(config)[_SWITCH_ATTRIBUTE]
+                switched = config._attn_implementation
+                switched.users -= 1
+                if not switched.users:
+                    config._attn_implementation_internal = switched.before
 
 
-@dataclass
-class _Switch:
-    implementation_before: str | None
-    users: int = 0
+class _Switched(str):
+    """`ATTENTION_NAME`, which knows the name it stands for; a copy or a pickle of it is that one.
+
+    So a model that is copied or saved while it generates does not stay switched.
+    """
+
+    before: str | None
+    users: int
+
+    def __new__(cls, before: str | None) -> _Switched:
+        switched = super().__new__(cls, ATTENTION_NAME)
+        switched.before, switched.users = before, 0
+        return switched
+
+    def __reduce__(self):
+        return _identity, (self.before,)
+
+
+def _identity(name: str | None) -> str | None:
+    return name
 
 
 def _implementation_before(config: Any) -> str:
-    switch = vars(config).get(_SWITCH_ATTRIBUTE) if config is not None else None
-    return (switch and switch.implementation_before) or "eager"
+    implementation = getattr(config, "_attn_implementation", None)
+    if isinstance(implementation, _Switched):
+        implementation = implementation.before
+    return implementation or "eager"
 
 
 def _delegate(module: torch.nn.Module):

@@ -169,6 +169,8 @@ def cascade_class(original: type) -> type:
     # transformers reads this hook's parameters to tell model inputs from typing errors.
     @functools.wraps(original.prepare_inputs_for_generation)  # type: ignore[attr-defined]
     def prepare_inputs_for_generation(self, *args, **kwargs):
+        if not isinstance(self, CascadeGenerate):  # unpatched, but someone kept the bound method
+            return original.prepare_inputs_for_generation(self, *args, **kwargs)  # type: ignore[attr-defined]
         return CascadeGenerate.prepare_inputs_for_generation(self, *args, **kwargs)
 
     namespace = {
