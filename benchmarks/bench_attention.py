@@ -129,12 +129,14 @@ class Step:
     sm_scale: float = HEAD_DIM**-0.5
 
     def work(self) -> Tensor:
-        names = ("q_indptr", "kv_indices", "kv_len", "leaves", "reader_indptr", "readers")
+        names = ("q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot", "leaves")
+        names += ("reader_indptr", "readers")
         return ops.work_list(
             *(self.args[name] for name in names),
             page_size=PAGE_SIZE,
             num_q_heads=self.q.shape[1],
             num_kv_heads=self.k.shape[1],
+            head_dim=HEAD_DIM,
         )
 
     def layer(self, layer: int, work: Tensor | None) -> tuple[Tensor, Tensor]:

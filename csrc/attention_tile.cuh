@@ -9,6 +9,7 @@
 #include "attention_state.cuh"
 #include "attention_traits.cuh"
 #include "ptx.cuh"
+#include "wgmma.cuh"
 
 namespace hf_cascade {
 
@@ -53,16 +54,7 @@ struct RowTile {
                          const int (&limit)[2], float scale_log2) {
     float score[2 * kCount][4] = {};
     multiply_keys<kCount>(score, granule, k, first);
-    if constexpr (kMasked) {
-#pragma unroll
-      for (int j = 0; j < 2 * kCount; ++j) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const int token = 16 * first + 8 * j + 2 * (threadIdx.x % 4) + i % 2;
-          if (token < begin || token >= limit[i / 2]) score[j][i] = negative_infinity();
-        }
-      }
-    }
+    if constexpr (kMasked) mask<2 * kCount>(score, 16 * first, begin, limit);
     soften<2 * kCount>(score, scale_log2);
     multiply_values<kCount>(score, v, first);
   }
@@ -83,6 +75,43 @@ struct RowTile {
 #endif
   }
 
+  // The whole tile, by a warpgroup for its 64 rows; where the device and the sizes allow, else by
+  // the warp alone.
+  template <bool kMasked>
+  __device__ void attend_whole(uint32_t granule, uint32_t k, uint32_t v, int begin,
+                               const int (&limit)[2], float scale_log2) {
+    if constexpr (Traits::kWarpgroupProducts) {
+      using T = typename Traits::T;
+      constexpr int kTiles = Traits::kKvTile / 8;
+      constexpr int kPanelBytes = Traits::kKvTile * 128;
+      float score[kTiles][4];
+      wgmma::fence();
+#pragma unroll
+      for (int step = 0; step < kDepthSteps; ++step) {
+        const uint32_t columns = k + step / 4 * kPanelBytes + step % 4 * 32;
+        wgmma::Product<T, Traits::kKvTile, 0>::multiply_add(
+            score, query[step], wgmma::descriptor(columns, kPanelBytes), step > 0);
+      }
+      wgmma::finish();
+      if constexpr (kMasked) mask<kTiles>(score, 0, begin, limit);
+      soften<kTiles>(score, scale_log2);
+      uint32_t probability[kTiles / 2][4];
+#pragma unroll
+      for (int t = 0; t < kTiles / 2; ++t) {
+        pack_operand(probability[t], score[2 * t], score[2 * t + 1]);
+      }
+      wgmma::fence();
+#pragma unroll
+      for (int t = 0; t < kTiles / 2; ++t) {
+        wgmma::Product<T, Traits::kHeadDim, 1>::multiply_add(
+            out, probability[t], wgmma::descriptor(v + t * 16 * 128, kPanelBytes), 1);
+      }
+      wgmma::finish();
+    } else {
+      attend<Traits::kSlices, kMasked>(granule, k, v, 0, begin, limit, scale_log2);
+    }
+  }
+
   // Sums over the four threads that share a row.
   __device__ void finish_sums() {
 #pragma unroll
@@ -93,6 +122,29 @@ struct RowTile {
   }
 
  private:
+  template <int kTiles>
+  static __device__ void mask(float (&score)[kTiles][4], int first, int begin,
+                              const int (&limit)[2]) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = first + 8 * j + 2 * (threadIdx.x % 4) + i % 2;
+        if (token < begin || token >= limit[i / 2]) score[j][i] = negative_infinity();
+      }
+    }
+  }
+
+  // The accumulators of 16 tokens as the left operand of a product.
+  static __device__ void pack_operand(uint32_t (&a)[4], const float (&left)[4],
+                                      const float (&right)[4]) {
+    using T = typename Traits::T;
+    a[0] = pack<T>(left[0], left[1]);
+    a[1] = pack<T>(left[2], left[3]);
+    a[2] = pack<T>(right[0], right[1]);
+    a[3] = pack<T>(right[2], right[3]);
+  }
+
   template <int kCount>
   __device__ void multiply_keys(float (&score)[2 * kCount][4], uint32_t granule, uint32_t k,
                                 int first) {
@@ -156,10 +208,8 @@ struct RowTile {
     const int lane = threadIdx.x % 32;
 #pragma unroll
     for (int t = 0; t < kCount; ++t) {
-      const float (&left)[4] = score[2 * t];
-      const float (&right)[4] = score[2 * t + 1];
-      const uint32_t a[4] = {pack<T>(left[0], left[1]), pack<T>(left[2], left[3]),
-                             pack<T>(right[0], right[1]), pack<T>(right[2], right[3])};
+      uint32_t a[4];
+      pack_operand(a, score[2 * t], score[2 * t + 1]);
 #pragma unroll
       for (int j = 0; j < kColumnTiles / 2; ++j) {
         uint32_t b[4];  // columns 0..7 then 8..15, for each the two halves of the 16 tokens

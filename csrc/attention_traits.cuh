@@ -15,8 +15,8 @@ constexpr int kConsumers = 32 * kConsumerWarps;
 constexpr int kAttentionThreads = kConsumers + 128;
 constexpr int kConsumerRegisters = 208;
 constexpr int kProducerRegisters = 88;  // 2 * 208 + 88 = 3 * 168: more would wait forever
-constexpr int kBoxTokens = 16;  // the copy engine moves 16 slots at a time: no page is smaller,
-constexpr int kBoxValues = 64;  // of 128 bytes each: as wide as a swizzled row can be
+constexpr int kBoxValues =
+    64;  // the copy engine moves 128 bytes a row: as wide as a swizzled row can be
 constexpr int kMaxStages = 8;
 constexpr int kTicketCounters = 1;  // counters: the next ticket, then one per (sequence, kv head)
 
@@ -37,11 +37,16 @@ struct AttentionTraits {
   static constexpr int kGranuleBytes = kGranuleRows * kPanels * 128;
   static constexpr int kGranules = kRowsPerTile / kGranuleRows;
   // Where registers allow it, q is loaded from shared memory once an item, not once a tile.
-#if __CUDA_ARCH__ >= 900
+  // Shared nodes' products are wgmma's where there are instances of its shape.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
   static constexpr bool kQueriesInRegisters = kHeadDim <= 128;
+  static constexpr bool kWarpgroupProducts = kHeadDim == 64 || kHeadDim == 128;
 #else
   static constexpr bool kQueriesInRegisters = kHeadDim <= 64;
+  static constexpr bool kWarpgroupProducts = false;
 #endif
+  // Rows that are computed together: those of a warpgroup or of a warp.
+  static constexpr int kTogether = kWarpgroupProducts ? 64 : 16;
   // Of a leaf's KV tile each warp takes 16 tokens; with fewer slices than warps, teams of warps
   // take tiles in turn.
   static constexpr int kSlices = kKvTile / 16;

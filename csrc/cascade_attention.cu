@@ -111,16 +111,25 @@ TreeParams tree_params(const Nodes& nodes, int64_t num_tokens) {
   return tree;
 }
 
+// Tokens of a KV tile, which AttentionTraits sets by head_dim.
+int kv_tile(int64_t head_dim) { return head_dim <= 128 ? 64 : 32; }
+
 Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_heads,
-                      int64_t num_kv_heads, int64_t num_states, const Tensor* counters) {
-  const int64_t size = work_list_size(tree.num_seqs, tree.num_nodes, tree.num_reads);
+                      int64_t num_kv_heads, int64_t head_dim, int64_t num_states,
+                      const Tensor* counters) {
+  const int64_t size =
+      work_list_size(tree.num_seqs, tree.num_nodes, tree.num_reads, num_states, num_kv_heads);
   Tensor work = torch::stable::new_empty(like, {size}, ScalarType::Int);
-  launch("work_list", work_list_kernel, 1, kWorkListThreads, 0, current_stream(like), tree,
-         view_work_list(static_cast<int32_t*>(work.data_ptr()), tree.num_seqs, tree.num_nodes),
-         static_cast<int>(num_kv_heads), static_cast<int>(num_q_heads / num_kv_heads),
-         static_cast<int>(num_states),
+  const WorkList list = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree);
+  const int heads = static_cast<int>(num_kv_heads);
+  const int group_size = static_cast<int>(num_q_heads / num_kv_heads);
+  const cudaStream_t stream = current_stream(like);
+  launch("work_list", work_list_kernel, 1, kWorkListThreads, 0, stream, tree, list, heads,
+         group_size, static_cast<int>(num_states),
          counters ? static_cast<int32_t*>(counters->data_ptr()) : nullptr,
          counters ? static_cast<int>(counters->numel()) : 0);
+  launch("work_list", items_kernel, 64, 256, 0, stream, tree, list, heads, group_size,
+         kv_tile(head_dim));
   return work;
 }
 
@@ -140,9 +149,9 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   const TreeParams tree = tree_params(nodes, num_tokens);
   const int64_t num_states =
       num_scratch_states(tree.num_seqs, tree.num_reads, nodes.kv_indices.size(0), page_size);
-  const Tensor work =
-      given_work ? *given_work
-                 : make_work_list(tree, q, num_q_heads, num_kv_heads, num_states, &counters);
+  const Tensor work = given_work ? *given_work
+                                 : make_work_list(tree, q, num_q_heads, num_kv_heads, head_dim,
+                                                  num_states, &counters);
   Tensor out = torch::stable::new_empty(q, {num_tokens, num_q_heads, head_dim});
   Tensor lse = torch::stable::new_empty(q, {num_tokens, num_q_heads}, ScalarType::Float);
   if (num_tokens == 0) return {out, lse};
@@ -153,8 +162,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
 
   AttentionParams params = {};
   params.tree = tree;
-  params.work =
-      view_work_list(static_cast<int32_t*>(work.data_ptr()), tree.num_seqs, tree.num_nodes);
+  params.work = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree);
   params.q = q.data_ptr();
   params.k_pool = k_pool.data_ptr();
   params.v_pool = v_pool.data_ptr();
@@ -178,17 +186,16 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
 
 }  // namespace
 
-Tensor work_list(Tensor q_indptr, Tensor kv_indices, Tensor kv_len, Tensor leaves,
-                 Tensor reader_indptr, Tensor readers, int64_t page_size, int64_t num_q_heads,
-                 int64_t num_kv_heads) {
-  // No kernel of this list touches kv_indptr and first_slot: kv_len stands in.
-  const Nodes nodes{q_indptr, kv_len,  kv_indices,     kv_len,
-                    kv_len,   &leaves, &reader_indptr, &readers};
+Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
+                 Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,
+                 int64_t page_size, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim) {
+  const Nodes nodes{q_indptr,   kv_indptr, kv_indices,     kv_len,
+                    first_slot, &leaves,   &reader_indptr, &readers};
   const torch::stable::accelerator::DeviceGuard guard(q_indptr.get_device_index());
   const TreeParams tree = tree_params(nodes, 0);
   const int64_t num_states =
       num_scratch_states(tree.num_seqs, tree.num_reads, kv_indices.size(0), page_size);
-  return make_work_list(tree, q_indptr, num_q_heads, num_kv_heads, num_states, nullptr);
+  return make_work_list(tree, q_indptr, num_q_heads, num_kv_heads, head_dim, num_states, nullptr);
 }
 
 State prefix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, Tensor kv_indptr,
@@ -225,12 +232,8 @@ State cascade_attention(Tensor q, Tensor k, Tensor v, Tensor k_pool, Tensor v_po
                         double sm_scale, std::optional<Tensor> work) {
   const Nodes nodes{q_indptr,   kv_indptr, kv_indices,     kv_len,
                     first_slot, &leaves,   &reader_indptr, &readers};
-  const auto fits = [&](const Tensor& list) {
-    return is_index(list, q) &&
-           list.size(0) == work_list_size(nodes.num_seqs(), nodes.num_nodes(), nodes.num_reads());
-  };
   if (!is_served(q, k_pool, v_pool, nodes, sm_scale) || !can_append(k, v, k_pool, v_pool, slots) ||
-      (work && !fits(*work))) {
+      (work && !is_index(*work, q))) {
     return composed_state("hf_cascade::composed_cascade_attention", q, k, v, k_pool, v_pool, slots,
                           q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves,
                           reader_indptr, readers, sm_scale, work);

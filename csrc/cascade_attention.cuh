@@ -42,7 +42,7 @@ class Consumer {
       if (tile.flags & Tile::kStop) return;
       if (tile.flags & Tile::kLeaf) {
         attend_leaf(tile, stage);
-      } else if (Traits::kGranuleRows * warp_ < tile.num_rows) {
+      } else if (16 * warp_ / Traits::kTogether * Traits::kTogether < tile.num_rows) {
         attend_shared(tile, stage);
       }
       __syncwarp();
@@ -69,17 +69,18 @@ class Consumer {
     if (tile.flags & Tile::kFirst) {
       rows_.load_queries(granule);
       rows_.clear();
-      // The only reader of this granule: it arrives for all 8 warps.
-      if (Traits::kQueriesInRegisters && lane_ < kConsumerWarps) {
+      // The only reader of this granule: it arrives for all 8 warps. (Rows that do not exist, of a
+      // warpgroup that has others, compute with what they find; nothing is made of it.)
+      const bool has_rows = Traits::kGranuleRows * warp_ < tile.num_rows;
+      if (Traits::kQueriesInRegisters && has_rows && lane_ < kConsumerWarps) {
         ptx::barrier_arrive(&control_.granule_empty[warp_]);
       }
     }
-    constexpr int kAll = Traits::kSlices;
     const uint32_t k = shared_.k(stage), v = shared_.v(stage);
     const bool is_whole = tile.begin == 0 && tile.end == Traits::kKvTile;
     if (!is_whole) rows_.clear_padding(v, 0, Traits::kKvTile, tile.begin, tile.end);
     if (is_whole && !(tile.flags & Tile::kCausal)) {
-      rows_.template attend<kAll, false>(granule, k, v, 0, 0, {0, 0}, p_.scale_log2);
+      rows_.template attend_whole<false>(granule, k, v, 0, {0, 0}, p_.scale_log2);
     } else {
       int limit[2];
 #pragma unroll
@@ -88,7 +89,7 @@ class Consumer {
             tile.flags & Tile::kCausal ? tile.visible + row_of(r) / p_.group_size : tile.end;
         limit[r] = min(tile.end, seen);
       }
-      rows_.template attend<kAll, true>(granule, k, v, 0, tile.begin, limit, p_.scale_log2);
+      rows_.template attend_whole<true>(granule, k, v, tile.begin, limit, p_.scale_log2);
     }
   }
 

@@ -18,9 +18,9 @@ bool can_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Te
 void launch_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
                    const Tensor& slots, const std::optional<Tensor>& counters);
 
-Tensor work_list(Tensor q_indptr, Tensor kv_indices, Tensor kv_len, Tensor leaves,
-                 Tensor reader_indptr, Tensor readers, int64_t page_size, int64_t num_q_heads,
-                 int64_t num_kv_heads);
+Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
+                 Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,
+                 int64_t page_size, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim);
 State prefix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, Tensor kv_indptr,
                        Tensor kv_indices, Tensor kv_len, Tensor first_slot, Tensor reader_indptr,
                        Tensor readers, double sm_scale);

@@ -22,13 +22,25 @@ class Producer {
   __device__ void run() {
     const WorkHeader header = *p_.work.header;
     const int num_items = header.num_shared_items + header.num_leaf_items;
-    int ticket = static_cast<int>(blockIdx.x);
+    const int num_ctas = static_cast<int>(gridDim.x);
+    // The item after this one is loaded, and the ticket of the one after that drawn, while this one
+    // streams. The first two tickets need no drawing.
+    int ticket = static_cast<int>(blockIdx.x), next_ticket = ticket + num_ctas;
+    Item item = load(header, ticket, num_items);
     while (ticket < num_items) {
-      // Asked for now, needed after this item: its latency is hidden.
-      int next = 0;
-      if (lane_ == 0) next = atomicAdd(p_.counters, 1);
-      take(header, ticket);
-      ticket = __shfl_sync(~0u, next, 0) + static_cast<int>(gridDim.x);
+      int drawn = 0;
+      if (lane_ == 0) drawn = atomicAdd(p_.counters, 1);
+      const Item next = load(header, next_ticket, num_items);
+      if (!header.is_decode) {
+        take_queries(ticket);
+      } else if (item.seq < 0) {
+        take_shared(item);
+      } else {
+        take_leaf(item);
+      }
+      item = next;
+      ticket = next_ticket;
+      next_ticket = __shfl_sync(~0u, drawn, 0) + 2 * num_ctas;
     }
     Tile stop = {};
     stop.flags = Tile::kStop;
@@ -42,90 +54,53 @@ class Producer {
 
   // ------------------------------------------------------------------ items
 
-  // Tickets are handed out in order. Shared items are the longest and come first, except that
-  // the first `num_mixed_leaf_items` leaves are spread evenly between them.
-  __device__ void take(const WorkHeader& header, int ticket) {
-    const int64_t shared = header.num_shared_items;
-    const int64_t mixed = shared + header.num_mixed_leaf_items;
-    if (ticket >= mixed) return take_leaf(header, ticket - static_cast<int>(shared));
-    const int shared_before = static_cast<int>(ticket * shared / mixed);
-    if ((ticket + 1) * shared / mixed > shared_before) {
-      take_shared(header, shared_before);
-    } else {
-      take_leaf(header, ticket - shared_before);
-    }
+  __device__ Item load(const WorkHeader& header, int ticket, int num_items) const {
+    if (!header.is_decode || ticket >= num_items) return {};
+    return p_.work.items[ticket];
   }
 
-  __device__ void take_shared(const WorkHeader& header, int index) {
-    const int i = find_item(p_.work.shared_items, header.num_shared_nodes, index);
-    int rest = index - p_.work.shared_items[i];
-    const int node = p_.work.shared_nodes[i];
-    const int reads_begin = p_.tree.reader_indptr[node];
-    const int num_readers = p_.tree.reader_indptr[node + 1] - reads_begin;
-    const int kv_len = p_.tree.kv_len[node];
-    const int tile_tokens = tokens_per_tile(p_.group_size);
-    const int num_tiles = ceil_div(num_readers, tile_tokens);
-    const int tile = rest % num_tiles;
-    rest /= num_tiles;
-    const int split = rest / p_.num_kv_heads;
-    const int length = split_length(kv_len, p_.num_kv_heads, header.split_shift);
-    const int first_read = reads_begin + tile * tile_tokens;
-    const int num_tokens = min(tile_tokens, num_readers - tile * tile_tokens);
-
-    begin_item(rest % p_.num_kv_heads, num_tokens * p_.group_size, false);
+  __device__ void take_shared(const Item& item) {
+    begin_item(item.head, item.num_tokens * p_.group_size, false);
     claim_targets();
     bool is_partial = false;
 #pragma unroll
     for (int j = 0; j < kTokensPerLane; ++j) {
       const int t = lane_ + 32 * j;
       token_[j] = 0;
-      if (t < num_tokens) {
-        const int seq = p_.tree.readers[first_read + t];
-        token_[j] = p_.tree.q_indptr[seq];
-        const bool has_query = p_.tree.q_indptr[seq + 1] > token_[j];
-        const Target target = target_of(seq, token_[j], p_.work.path[first_read + t] + split);
-        is_partial |= target.slot >= 0;
-        control_.targets[item_.targets][t] = {has_query ? seq : -1, target.slot};
-        if (!has_query) token_[j] = 0;
+      if (t < item.num_tokens) {
+        const int read = item.first_read + t, seq = p_.tree.readers[read];
+        const int token = p_.tree.q_indptr[seq];
+        const bool has_query = p_.tree.q_indptr[seq + 1] > token;
+        const bool is_lone = p_.work.path_indptr[seq + 1] - p_.work.path_indptr[seq] == 1;
+        const int slot = is_lone ? ~token : p_.work.path[read] + item.split;
+        is_partial |= !is_lone;
+        control_.targets[item_.targets][t] = {has_query ? seq : -1, slot};
+        if (has_query) token_[j] = token;
       }
     }
     if (__any_sync(~0u, is_partial)) item_.flags |= Tile::kPartial;
-    const int begin = split * length, end = min(kv_len, begin + length);
-    remaining_ = count_tiles(node, begin, end);
-    stream(node, begin, end, 0);
+    remaining_ = item.num_tiles;
+    stream(item.pages, item.begin_slot, item.end_slot, 0);
   }
 
-  __device__ void take_leaf(const WorkHeader& header, int index) {
-    const int seq = find_item(p_.work.leaf_items, p_.tree.num_seqs, index);
-    const int items_begin = p_.work.leaf_items[seq];
-    const int local = index - items_begin;
-    const int token = p_.tree.q_indptr[seq];
-    const int q_len = p_.tree.q_indptr[seq + 1] - token;
-    const int node = p_.tree.leaves ? p_.tree.leaves[seq] : -1;
-    const int kv_len = node < 0 ? 0 : p_.tree.kv_len[node];
-    if (!header.is_decode) return take_queries(seq, token, q_len, node, kv_len, local);
-
-    const int num_splits = (p_.work.leaf_items[seq + 1] - items_begin) / p_.num_kv_heads;
-    const int split = local / p_.num_kv_heads;
-    const int slot = p_.work.path_indptr[seq + 1] - num_splits + split;
-    const bool leaf_way = p_.group_size <= kMaxLeafRows;
-    begin_item(local % p_.num_kv_heads, p_.group_size, leaf_way);
-    Target target = target_of(seq, token, slot);
-    if (target.slot >= 0) item_.flags |= Tile::kPartial;
-    if (q_len == 0) target.seq = -1;
-    set_single_target(target, q_len == 0 ? 0 : token);
-
-    const int length = split_length(kv_len, p_.num_kv_heads, header.split_shift);
-    const int begin = split * length, end = min(kv_len, begin + length);
-    remaining_ = begin < end ? count_tiles(node, begin, end) : 1;
-    if (begin >= end) return stream_nothing();
-    stream(node, begin, end, 0);
+  __device__ void take_leaf(const Item& item) {
+    begin_item(item.head, p_.group_size, p_.group_size <= kMaxLeafRows);
+    if (item.slot >= 0) item_.flags |= Tile::kPartial;
+    set_single_target({item.token < 0 ? -1 : item.seq, item.slot}, max(0, item.token));
+    remaining_ = max(1, item.num_tiles);
+    if (item.num_tiles == 0) return stream_nothing();
+    stream(item.pages, item.begin_slot, item.end_slot, 0);
   }
 
   // Several query tokens a sequence (prefill): a tile of them walks its whole path, the prefix
   // in full and the leaf causally, and leaves no partial states.
-  __device__ void take_queries(int seq, int first_token, int q_len, int leaf, int leaf_len,
-                               int local) {
+  __device__ void take_queries(int ticket) {
+    const int seq = find_item(p_.work.leaf_items, p_.tree.num_seqs, ticket);
+    const int local = ticket - p_.work.leaf_items[seq];
+    const int first_token = p_.tree.q_indptr[seq];
+    const int q_len = p_.tree.q_indptr[seq + 1] - first_token;
+    const int leaf = p_.tree.leaves ? p_.tree.leaves[seq] : -1;
+    const int leaf_len = leaf < 0 ? 0 : p_.tree.kv_len[leaf];
     const int tile_tokens = tokens_per_tile(p_.group_size);
     const int num_tiles = ceil_div(q_len, tile_tokens);
     const int tile = num_tiles - 1 - local % num_tiles;  // the last see most: longest first
@@ -147,22 +122,28 @@ class Producer {
     const int path_begin = p_.work.path_indptr[seq], path_end = p_.work.path_indptr[seq + 1];
     const int first_visible = max(0, leaf_len - q_len + first + 1);
     const int leaf_end = leaf < 0 ? 0 : min(leaf_len, first_visible + num_tokens - 1);
-    int tiles = leaf_end > 0 ? count_tiles(leaf, 0, leaf_end) : 0;
+    int tiles = leaf_end > 0 ? tiles_of(leaf, leaf_end) : 0;
     for (int i = path_begin; i < path_end; ++i) {
-      tiles += count_tiles(p_.work.path[i], 0, p_.tree.kv_len[p_.work.path[i]]);
+      const int node = p_.work.path[i];
+      tiles += tiles_of(node, p_.tree.kv_len[node]);
     }
     remaining_ = max(1, tiles);
     if (tiles == 0) return stream_nothing();
     for (int i = path_begin; i < path_end; ++i) {
       const int node = p_.work.path[i];
-      stream(node, 0, p_.tree.kv_len[node], 0);
+      stream_node(node, p_.tree.kv_len[node], 0);
     }
-    if (leaf_end > 0) stream(leaf, 0, leaf_end, first_visible);
+    if (leaf_end > 0) stream_node(leaf, leaf_end, first_visible);
   }
 
-  __device__ Target target_of(int seq, int token, int slot) const {
-    const int num_states = p_.work.path_indptr[seq + 1] - p_.work.path_indptr[seq];
-    return {seq, num_states > 1 ? slot : ~token};
+  __device__ int tiles_of(int node, int end) const {
+    return count_tiles(p_.tree.first_slot[node], 0, end, Traits::kKvTile);
+  }
+
+  __device__ void stream_node(int node, int end, int first_visible) {
+    const int first_slot = p_.tree.first_slot[node];
+    const int seen_slot = first_visible > 0 ? first_slot + first_visible : 0;
+    stream(p_.tree.kv_indptr[node], first_slot, first_slot + end, seen_slot);
   }
 
   __device__ void begin_item(int head, int num_rows, bool leaf_way) {
@@ -191,27 +172,16 @@ class Producer {
 
   // ------------------------------------------------------------------ tiles
 
-  // Tiles of tokens [begin, end) of a node; they start at multiples of 16 slots.
-  __device__ int count_tiles(int node, int begin, int end) const {
-    if (begin >= end) return 0;
-    const int first_slot = p_.tree.first_slot[node];
-    return ceil_div(first_slot + end - aligned(first_slot + begin), Traits::kKvTile);
-  }
-
-  static __device__ int aligned(int slot) { return slot / kBoxTokens * kBoxTokens; }
-
-  // Sends those tiles. first_visible > 0: causal, the item's first query token sees that many
-  // tokens of the node.
-  __device__ void stream(int node, int begin, int end, int first_visible) {
-    const int32_t* pages = p_.tree.kv_indices + p_.tree.kv_indptr[node];
-    const int first_slot = p_.tree.first_slot[node];
-    const int end_slot = first_slot + end;
-    for (int start = aligned(first_slot + begin); start < end_slot; start += Traits::kKvTile) {
+  // Tiles of slots [begin, end) of the node whose pages begin at kv_indices[pages]. seen > 0:
+  // causal, the item's first query token sees the slots before that one.
+  __device__ void stream(int first_page, int begin, int end, int seen) {
+    const int32_t* pages = p_.tree.kv_indices + first_page;
+    for (int start = align_slot(begin); start < end; start += Traits::kKvTile) {
       Tile tile = item_;
-      tile.begin = max(0, first_slot + begin - start);
-      tile.end = min(Traits::kKvTile, end_slot - start);
-      if (first_visible > 0) {
-        tile.visible = first_slot + first_visible - start;
+      tile.begin = max(0, begin - start);
+      tile.end = min(Traits::kKvTile, end - start);
+      if (seen > 0) {
+        tile.visible = seen - start;
         if (tile.visible < tile.end) tile.flags |= Tile::kCausal;
       }
       send(tile, pages, start);

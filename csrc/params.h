@@ -33,6 +33,23 @@ struct WorkHeader {
   int32_t padding[2];
 };
 
+// A work item of a decoding launch: all that finding its KV needs, so that the producer of the
+// attention kernel has one load to wait for and not a chain of them.
+struct alignas(16) Item {
+  int32_t seq;         // of a leaf; -1: a shared node's item
+  int32_t head;        // kv head
+  int32_t num_tokens;  // query tokens
+  int32_t num_tiles;   // 0: nothing to see, the state is empty
+  int32_t begin_slot;  // of its tokens, counted from the first slot of the node's first page
+  int32_t end_slot;
+  int32_t pages;  // the node's in kv_indices
+  int32_t split;
+  int32_t first_read;  // shared: in readers
+  int32_t slot;        // leaf: of its partial state; negative: ~token, the row of `out`
+  int32_t token;       // leaf: its row of q; -1: it has no query token
+  int32_t padding;
+};
+
 struct WorkList {
   WorkHeader* header;
   int32_t* shared_nodes;  // [N], of which num_shared_nodes are set: the nodes with readers
@@ -41,21 +58,33 @@ struct WorkList {
   int32_t* path_indptr;   // [B + 1], partial states (not decoding: prefix nodes) before b's
   int32_t* path;          // [num_reads]; decoding: per read, the slot of its first partial state;
                           //   not decoding: the prefix nodes of each sequence, root first
+  Item* items;            // [num items], when decoding
 };
 
-inline int64_t work_list_size(int64_t num_seqs, int64_t num_nodes, int64_t num_reads) {
-  return int64_t{sizeof(WorkHeader) / sizeof(int32_t)} + 2 * num_nodes + 1 + 2 * (num_seqs + 1) +
-         num_reads;
+// Offset of the items, in int32, a multiple of 16 bytes; ops/cascade.py computes the same.
+inline int64_t items_offset(int64_t num_seqs, int64_t num_nodes, int64_t num_reads) {
+  const int64_t before = int64_t{sizeof(WorkHeader) / sizeof(int32_t)} + 2 * num_nodes + 1 +
+                         2 * (num_seqs + 1) + num_reads;
+  return (before + 3) / 4 * 4;
 }
 
-inline WorkList view_work_list(int32_t* work, int num_seqs, int num_nodes) {
+// A state takes at most one item a kv head.
+inline int64_t work_list_size(int64_t num_seqs, int64_t num_nodes, int64_t num_reads,
+                              int64_t max_states, int64_t num_kv_heads) {
+  return items_offset(num_seqs, num_nodes, num_reads) +
+         max_states * num_kv_heads * int64_t{sizeof(Item) / sizeof(int32_t)};
+}
+
+inline WorkList view_work_list(int32_t* work, const TreeParams& tree) {
   WorkList list;
   list.header = reinterpret_cast<WorkHeader*>(work);
   list.shared_nodes = work + sizeof(WorkHeader) / sizeof(int32_t);
-  list.shared_items = list.shared_nodes + num_nodes;
-  list.leaf_items = list.shared_items + num_nodes + 1;
-  list.path_indptr = list.leaf_items + num_seqs + 1;
-  list.path = list.path_indptr + num_seqs + 1;
+  list.shared_items = list.shared_nodes + tree.num_nodes;
+  list.leaf_items = list.shared_items + tree.num_nodes + 1;
+  list.path_indptr = list.leaf_items + tree.num_seqs + 1;
+  list.path = list.path_indptr + tree.num_seqs + 1;
+  list.items =
+      reinterpret_cast<Item*>(work + items_offset(tree.num_seqs, tree.num_nodes, tree.num_reads));
   return list;
 }
 

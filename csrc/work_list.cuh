@@ -1,7 +1,7 @@
 // Making the work list: which items a launch has, and where their partial states go.
 //
-// One CTA, once a step, for all layers. An item is (node, KV split, query tile, kv head); the list
-// holds counts only, so an item is found by searching them (`find_item`).
+// Once a step, for all layers: one CTA counts (work_list_kernel), then a thread an item writes it
+// down (items_kernel). An item is (node, KV split, query tile, kv head).
 //   Memory   the lengths and the readers, a few KB, mostly from L2; writes as much.
 //   Compute  a warp a sequence walks the shared nodes 32 at a time, each lane looking for the
 //            sequence among one node's readers; prefix sums over sequences and nodes.
@@ -13,6 +13,8 @@
 
 namespace hf_cascade {
 
+constexpr int kBoxTokens = 16;      // tiles start at multiples of this many slots: no page is
+                                    // smaller, and the copy engine moves that many at a time
 constexpr int kRowsPerTile = 128;   // query rows of one item of a shared node
 constexpr int kMaxLeafRows = 8;     // query rows of a leaf that go the leaf's way
 constexpr int kMinSplit = 512;      // tokens; shorter splits cost more to merge than they save
@@ -180,6 +182,17 @@ static __global__ void __launch_bounds__(kWorkListThreads)
            num_kv_heads;
   });
 
+  int own_first_tile_items = 0;
+  for (int i = thread; i < num_shared_nodes && is_decode; i += kWorkListThreads) {
+    const int kv_len = tree.kv_len[work.shared_nodes[i]];
+    own_first_tile_items += num_splits(kv_len, num_kv_heads, shift) * num_kv_heads;
+  }
+  __shared__ int first_tile_items;
+  if (thread == 0) first_tile_items = 0;
+  __syncthreads();
+  atomicAdd(&first_tile_items, own_first_tile_items);
+  __syncthreads();
+
   if (thread == 0) {
     WorkHeader header = {};
     header.is_decode = is_decode;
@@ -187,23 +200,92 @@ static __global__ void __launch_bounds__(kWorkListThreads)
     header.num_shared_items = work.shared_items[num_shared_nodes];
     header.num_leaf_items = work.leaf_items[tree.num_seqs];
     header.num_shared_nodes = num_shared_nodes;
+    // Query tiles beyond a node's first make no memory traffic: leaves between them use the time.
+    // The last quarter of the leaves stays behind, to end the launch with short items.
+    if (2 * first_tile_items <= header.num_shared_items) {
+      header.num_mixed_leaf_items = header.num_leaf_items / 4 * 3;
+    }
     *work.header = header;
   }
 }
 
-// The largest i with sums[i] <= value, among i < n; the whole warp asks with one value.
+// The largest i < n with sums[i] <= value.
 __device__ inline int find_item(const int32_t* sums, int n, int value) {
-  const int lane = threadIdx.x % 32;
   int low = 0;
   while (n > 1) {
-    const int step = ceil_div(n, 32);
-    const int i = lane * step;
-    const bool not_after = i < n && sums[low + i] <= value;
-    const int last = __popc(__ballot_sync(~0u, not_after)) - 1;
-    low += last * step;
-    n = min(step, n - last * step);
+    const int half = n / 2;
+    if (sums[low + half] <= value) low += half;
+    n -= half;
   }
   return low;
+}
+
+__device__ inline int align_slot(int slot) { return slot / kBoxTokens * kBoxTokens; }
+
+// KV tiles that cover tokens [begin, end) of a node; a tile starts at a multiple of 16 slots.
+__device__ inline int count_tiles(int first_slot, int begin, int end, int kv_tile) {
+  if (begin >= end) return 0;
+  return ceil_div(first_slot + end - align_slot(first_slot + begin), kv_tile);
+}
+
+// A thread an item: writes the launch's items in the order in which they are handed out.
+static __global__ void items_kernel(const TreeParams tree, const WorkList work, int num_kv_heads,
+                                    int group_size, int kv_tile) {
+  ptx::let_next_kernel_start();
+  ptx::wait_for_previous_kernel();
+  const WorkHeader header = *work.header;
+  if (!header.is_decode) return;
+  const int num_items = header.num_shared_items + header.num_leaf_items;
+  const int thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  for (int ticket = thread; ticket < num_items;
+       ticket += static_cast<int>(gridDim.x * blockDim.x)) {
+    Item item = {};
+    int node = -1;
+    // Shared items are the longest and come first, except that the first `num_mixed_leaf_items`
+    // leaves are spread evenly between them.
+    const int64_t shared = header.num_shared_items, mixed = shared + header.num_mixed_leaf_items;
+    const int shared_before = static_cast<int>(ticket < mixed ? ticket * shared / mixed : shared);
+    if (ticket < mixed && (ticket + 1) * shared / mixed > shared_before) {
+      const int i = find_item(work.shared_items, header.num_shared_nodes, shared_before);
+      int rest = shared_before - work.shared_items[i];
+      node = work.shared_nodes[i];
+      const int reads_begin = tree.reader_indptr[node];
+      const int num_readers = tree.reader_indptr[node + 1] - reads_begin;
+      const int tile_tokens = tokens_per_tile(group_size);
+      const int num_query_tiles = ceil_div(num_readers, tile_tokens);
+      const int query_tile = rest % num_query_tiles;
+      rest /= num_query_tiles;
+      item.seq = -1;
+      item.head = rest % num_kv_heads;
+      item.split = rest / num_kv_heads;
+      item.first_read = reads_begin + query_tile * tile_tokens;
+      item.num_tokens = min(tile_tokens, num_readers - query_tile * tile_tokens);
+    } else {
+      const int index = ticket - shared_before;
+      item.seq = find_item(work.leaf_items, tree.num_seqs, index);
+      const int items_begin = work.leaf_items[item.seq];
+      const int splits = (work.leaf_items[item.seq + 1] - items_begin) / num_kv_heads;
+      const int states_end = work.path_indptr[item.seq + 1];
+      const int token = tree.q_indptr[item.seq];
+      item.head = (index - items_begin) % num_kv_heads;
+      item.split = (index - items_begin) / num_kv_heads;
+      item.num_tokens = 1;
+      item.token = tree.q_indptr[item.seq + 1] > token ? token : -1;
+      const bool is_lone = states_end - work.path_indptr[item.seq] == 1;
+      item.slot = is_lone ? ~token : states_end - splits + item.split;
+      if (tree.leaves) node = tree.leaves[item.seq];
+    }
+    if (node >= 0) {
+      const int kv_len = tree.kv_len[node], first_slot = tree.first_slot[node];
+      const int length = split_length(kv_len, num_kv_heads, header.split_shift);
+      const int begin = item.split * length, end = min(kv_len, begin + length);
+      item.num_tiles = count_tiles(first_slot, begin, end, kv_tile);
+      item.begin_slot = first_slot + begin;
+      item.end_slot = first_slot + end;
+      item.pages = tree.kv_indptr[node];
+    }
+    work.items[ticket] = item;
+  }
 }
 
 }  // namespace hf_cascade

@@ -126,8 +126,10 @@ def cascade_attention(
 
 def work_list(
     q_indptr: Tensor,
+    kv_indptr: Tensor,
     kv_indices: Tensor,
     kv_len: Tensor,
+    first_slot: Tensor,
     leaves: Tensor,
     reader_indptr: Tensor,
     readers: Tensor,
@@ -135,21 +137,23 @@ def work_list(
     page_size: int,
     num_q_heads: int,
     num_kv_heads: int,
+    head_dim: int,
 ) -> Tensor:
-    """How `cascade_attention` cuts its work, found once a step for all layers alike in heads.
+    """How `cascade_attention` cuts its work, found once a step for all layers of one shape.
 
     It depends on the values of the index arguments: make it after they changed, on the same
-    stream. Nothing waits for the host. On the CPU its values mean nothing.
+    stream. Nothing waits for the host. On the CPU it is empty.
 
     Args:
-        q_indptr, kv_indices, kv_len, leaves, reader_indptr, readers: see above.
-        page_size, num_q_heads, num_kv_heads: of the pools and of q.
+        q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers: see
+            above.
+        page_size, num_q_heads, num_kv_heads, head_dim: of the pools and of q.
     Returns:
         int32, to be passed as `work`; its size depends on the shapes of the arguments alone.
     """
     return torch.ops.hf_cascade.work_list(
-        q_indptr, kv_indices, kv_len, leaves, reader_indptr, readers, page_size, num_q_heads,
-        num_kv_heads,
+        q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
+        page_size, num_q_heads, num_kv_heads, head_dim,
     )  # fmt: skip
 
 
@@ -229,12 +233,25 @@ def _cascade_attention_fake(
 
 
 def _work_list(
-    q_indptr, kv_indices, kv_len, leaves, reader_indptr, readers, page_size, num_q_heads,
-    num_kv_heads,
+    q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
+    page_size, num_q_heads, num_kv_heads, head_dim,
 ):  # fmt: skip
-    header, num_seqs, num_nodes = 8, q_indptr.shape[0] - 1, kv_len.shape[0]
-    size = header + 2 * num_nodes + 1 + 2 * (num_seqs + 1) + readers.shape[0]  # csrc/params.h
-    return q_indptr.new_zeros(size)
+    return q_indptr.new_empty(0)
+
+
+def _work_list_fake(
+    q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
+    page_size, num_q_heads, num_kv_heads, head_dim,
+):  # fmt: skip
+    if q_indptr.device.type != "cuda":
+        return q_indptr.new_empty(0)
+    # As csrc/params.h and csrc/cascade_attention.cu have it: counts, then 12 values an item.
+    num_seqs, num_nodes, num_reads = leaves.shape[0], kv_len.shape[0], readers.shape[0]
+    least = num_reads + num_seqs
+    most = least + num_seqs * (kv_indices.shape[0] * page_size // 256)
+    num_states = min(most, max(least, 8192))
+    counts = 8 + 2 * num_nodes + 1 + 2 * (num_seqs + 1) + num_reads
+    return q_indptr.new_empty((counts + 3) // 4 * 4 + 12 * num_states * num_kv_heads)
 
 
 def _state_like(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,8 +295,8 @@ define(
     fake=_cascade_attention_fake,
 )
 define(
-    "work_list(Tensor q_indptr, Tensor kv_indices, Tensor kv_len, Tensor leaves, "
-    f"{_READERS}, int page_size, int num_q_heads, int num_kv_heads) -> Tensor",
+    f"work_list({_NODES}, Tensor leaves, {_READERS}, int page_size, int num_q_heads, "
+    "int num_kv_heads, int head_dim) -> Tensor",
     implementation=_work_list,
-    fake=_work_list,
+    fake=_work_list_fake,
 )

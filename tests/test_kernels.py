@@ -255,10 +255,12 @@ def decode(batch: int, prefix: int = 1500, suffix: int = 600, **more) -> PagedTr
 
 
 def work_of(args: dict) -> Tensor:
-    names = ("q_indptr", "kv_indices", "kv_len", "leaves", "reader_indptr", "readers")
+    names = ("q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot", "leaves")
+    names += ("reader_indptr", "readers")
     return ops.work_list(
         *(args[name] for name in names), page_size=args["k_pool"].shape[2],
         num_q_heads=args["q"].shape[1], num_kv_heads=args["k_pool"].shape[1],
+        head_dim=args["q"].shape[2],
     )  # fmt: skip
 
 
