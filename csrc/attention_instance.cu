@@ -44,6 +44,7 @@ template <typename T, int kHeadDim>
 void launch_typed(AttentionParams params, cudaStream_t stream) {
   using Traits = AttentionTraits<T, kHeadDim>;
   using Shared = SharedMemory<Traits>;
+  static_assert(Shared::bytes(kHeadDim <= 128 ? kMaxStages : 3) <= 227 * 1024, "a stage is lost");
   const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   int num_stages = kMaxStages;
   while (num_stages > 1 && Shared::bytes(num_stages) > available) --num_stages;

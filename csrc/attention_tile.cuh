@@ -55,7 +55,9 @@ struct RowTile {
     float score[2 * kCount][4] = {};
     multiply_keys<kCount>(score, granule, k, first);
     if constexpr (kMasked) mask<2 * kCount>(score, 16 * first, begin, limit);
-    soften<2 * kCount>(score, scale_log2);
+    float keep[2];
+    soften<2 * kCount>(score, keep, scale_log2);
+    rescale(keep);
     multiply_values<kCount>(score, v, first);
   }
 
@@ -75,53 +77,38 @@ struct RowTile {
 #endif
   }
 
-  // The whole tile, by a warpgroup for its 64 rows; where the device and the sizes allow, else by
-  // the warp alone.
-  template <bool kMasked>
-  __device__ void attend_whole(uint32_t granule, uint32_t k, uint32_t v, int begin,
-                               const int (&limit)[2], float scale_log2) {
-    if constexpr (Traits::kWarpgroupProducts) {
-      using T = typename Traits::T;
-      constexpr int kTiles = Traits::kKvTile / 8;
-      constexpr int kPanelBytes = Traits::kKvTile * 128;
-      float score[kTiles][4];
-      wgmma::fence();
+  // The same for whole tiles, in steps, by a warpgroup for its 64 rows (wgmma.cuh): the products
+  // are asynchronous, so that P V of one tile runs beside the softmax of the next.
+  static constexpr int kScoreTiles = Traits::kKvTile / 8;
+  static constexpr int kPanelBytes = Traits::kKvTile * 128;
+
+  __device__ void start_keys(float (&score)[kScoreTiles][4], uint32_t k) {
 #pragma unroll
-      for (int step = 0; step < kDepthSteps; ++step) {
-        const uint32_t columns = k + step / 4 * kPanelBytes + step % 4 * 32;
-        wgmma::Product<T, Traits::kKvTile, 0>::multiply_add(
-            score, query[step], wgmma::descriptor(columns, kPanelBytes), step > 0);
-      }
-      wgmma::finish();
-      if constexpr (kMasked) mask<kTiles>(score, 0, begin, limit);
-      soften<kTiles>(score, scale_log2);
-      uint32_t probability[kTiles / 2][4];
+    for (int step = 0; step < kDepthSteps; ++step) {
+      const uint32_t columns = k + step / 4 * kPanelBytes + step % 4 * 32;
+      wgmma::Product<typename Traits::T, Traits::kKvTile, 0>::multiply_add(
+          score, query[step], wgmma::descriptor(columns, kPanelBytes), step > 0);
+    }
+    wgmma::commit();
+  }
+
+  __device__ void start_values(const uint32_t (&probability)[kScoreTiles / 2][4], uint32_t v) {
 #pragma unroll
-      for (int t = 0; t < kTiles / 2; ++t) {
-        pack_operand(probability[t], score[2 * t], score[2 * t + 1]);
-      }
-      wgmma::fence();
+    for (int t = 0; t < kScoreTiles / 2; ++t) {
+      wgmma::Product<typename Traits::T, Traits::kHeadDim, 1>::multiply_add(
+          out, probability[t], wgmma::descriptor(v + t * 16 * 128, kPanelBytes), 1);
+    }
+    wgmma::commit();
+  }
+
+  static __device__ void pack_probabilities(uint32_t (&probability)[kScoreTiles / 2][4],
+                                            const float (&score)[kScoreTiles][4]) {
 #pragma unroll
-      for (int t = 0; t < kTiles / 2; ++t) {
-        wgmma::Product<T, Traits::kHeadDim, 1>::multiply_add(
-            out, probability[t], wgmma::descriptor(v + t * 16 * 128, kPanelBytes), 1);
-      }
-      wgmma::finish();
-    } else {
-      attend<Traits::kSlices, kMasked>(granule, k, v, 0, begin, limit, scale_log2);
+    for (int t = 0; t < kScoreTiles / 2; ++t) {
+      pack_operand(probability[t], score[2 * t], score[2 * t + 1]);
     }
   }
 
-  // Sums over the four threads that share a row.
-  __device__ void finish_sums() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
-    }
-  }
-
- private:
   template <int kTiles>
   static __device__ void mask(float (&score)[kTiles][4], int first, int begin,
                               const int (&limit)[2]) {
@@ -135,6 +122,54 @@ struct RowTile {
     }
   }
 
+  // Scores to probabilities relative to the new maximum; `keep` is what `out` has to be scaled by.
+  template <int kTiles>
+  __device__ void soften(float (&score)[kTiles][4], float (&keep)[2], float scale_log2) {
+    float offset[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float larger = negative_infinity();
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) {
+        larger = fmaxf(larger, fmaxf(score[j][2 * r], score[j][2 * r + 1]));
+      }
+      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 1));
+      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 2));
+      larger = fmaxf(maximum[r], larger * scale_log2);
+      // A row that has seen nothing yet: -inf - -inf would be NaN.
+      offset[r] = larger == negative_infinity() ? 0.f : larger;
+      keep[r] = ptx::exp2_approx(maximum[r] - offset[r]);
+      maximum[r] = larger;
+      sum[r] *= keep[r];
+    }
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        score[j][i] = ptx::exp2_approx(fmaf(score[j][i], scale_log2, -offset[i / 2]));
+        sum[i / 2] += score[j][i];
+      }
+    }
+  }
+
+  __device__ void rescale(const float (&keep)[2]) {
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) out[j][i] *= keep[i / 2];
+    }
+  }
+
+  // Sums over the four threads that share a row.
+  __device__ void finish_sums() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
+      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
+    }
+  }
+
+ private:
   // The accumulators of 16 tokens as the left operand of a product.
   static __device__ void pack_operand(uint32_t (&a)[4], const float (&left)[4],
                                       const float (&right)[4]) {
@@ -164,41 +199,6 @@ struct RowTile {
         ptx::multiply_add<typename Traits::T>(score[2 * t], a, b[0], b[1]);
         ptx::multiply_add<typename Traits::T>(score[2 * t + 1], a, b[2], b[3]);
       }
-    }
-  }
-
-  // Scores to probabilities relative to the new maximum; rescales what was summed before.
-  template <int kTiles>
-  __device__ void soften(float (&score)[kTiles][4], float scale_log2) {
-    float offset[2], keep[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float larger = negative_infinity();
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        larger = fmaxf(larger, fmaxf(score[j][2 * r], score[j][2 * r + 1]));
-      }
-      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 1));
-      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 2));
-      larger = fmaxf(maximum[r], larger * scale_log2);
-      // A row that has seen nothing yet: -inf - -inf would be NaN.
-      offset[r] = larger == negative_infinity() ? 0.f : larger;
-      keep[r] = ptx::exp2_approx(maximum[r] - offset[r]);
-      maximum[r] = larger;
-      sum[r] *= keep[r];
-    }
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        score[j][i] = ptx::exp2_approx(fmaf(score[j][i], scale_log2, -offset[i / 2]));
-        sum[i / 2] += score[j][i];
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) out[j][i] *= keep[i / 2];
     }
   }
 

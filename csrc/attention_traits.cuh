@@ -10,14 +10,15 @@ namespace hf_cascade {
 
 constexpr int kConsumerWarps = 8;
 constexpr int kConsumers = 32 * kConsumerWarps;
-// The producer is one warp, but registers are dealt out by warpgroups of four: its three idle
-// neighbours give theirs to the consumers (on sm_90a; 168 a thread each way before that).
-constexpr int kAttentionThreads = kConsumers + 128;
-constexpr int kConsumerRegisters = 208;
-constexpr int kProducerRegisters = 88;  // 2 * 208 + 88 = 3 * 168: more would wait forever
+constexpr int kMergers = 3;  // warps that count states in and merge, beside the one producer
+// Registers are dealt out by warpgroups of four warps: the producer and the mergers give some of
+// theirs to the consumers (on sm_90a; 168 a thread each way before that).
+constexpr int kAttentionThreads = kConsumers + 32 * (1 + kMergers);
+constexpr int kConsumerRegisters = 200;
+constexpr int kProducerRegisters = 104;  // 2 * 200 + 104 = 3 * 168: more would wait forever
 constexpr int kBoxValues =
     64;  // the copy engine moves 128 bytes a row: as wide as a swizzled row can be
-constexpr int kMaxStages = 8;
+constexpr int kMaxStages = 5;
 constexpr int kTicketCounters = 1;  // counters: the next ticket, then one per (sequence, kv head)
 
 template <typename T_, int kHeadDim_>
@@ -75,14 +76,22 @@ struct alignas(16) Tile {
   int32_t padding;
 };
 
+// A leaf's partial state that has been written: its merger counts it in.
+struct Arrival {
+  int32_t seq;  // negative: no more
+  int32_t head;
+};
+
 struct Control {
   uint64_t full[kMaxStages];   // K, V (and q) have arrived
   uint64_t empty[kMaxStages];  // all consumer warps are done with the stage
   uint64_t granule_empty[kRowsPerTile / 16];
   uint64_t targets_empty[2];
   uint64_t exchange_full, exchange_empty;
+  uint64_t arrival_full[kMergers], arrival_empty[kMergers];
   Tile tiles[kMaxStages];
   Target targets[2][kRowsPerTile];
+  Arrival arrivals[kMergers];
   float exchange_maximum[kConsumerWarps][kMaxLeafRows];
   float exchange_sum[kConsumerWarps][kMaxLeafRows];
   uint32_t finished[kRowsPerTile / 32];  // bit t: query token t's states are complete

@@ -1,7 +1,8 @@
 // Attention over a KV tree in one launch: prefixes, suffixes and the merge along the paths.
 //
-// A persistent CTA, one a multiprocessor: 8 consumer warps and 1 producer warp (paged_kv.cuh). It
-// takes work items by ticket until none is left; an item is (node, KV split, query tile, kv head).
+// A persistent CTA, one a multiprocessor: 8 consumer warps, a producer (paged_kv.cuh), 3 mergers.
+// It takes work items by ticket until none is left; an item is (node, KV split, query tile, kv
+// head).
 //   Memory   K and V tiles stream through a ring of stages of 32 KB. A byte of a shared node comes
 //            from DRAM once and serves up to 128 query rows (a group's heads are rows) a tile.
 //   Compute  Two ways, by the kind of node and never by the batch, which would change bits.
@@ -16,6 +17,7 @@
 
 #include "attention_tile.cuh"
 #include "paged_kv.cuh"
+#include "state_merger.cuh"
 
 namespace hf_cascade {
 
@@ -31,65 +33,150 @@ class Consumer {
         shared_(shared),
         control_(shared.control()),
         lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32) {}
+        warp_(threadIdx.x / 32),
+        states_(params) {}
 
   __device__ void run() {
-    int stage = 0;
-    uint32_t phase = 0;
     for (;;) {
-      ptx::barrier_wait(&control_.full[stage], phase);
-      const Tile tile = control_.tiles[stage];
-      if (tile.flags & Tile::kStop) return;
-      if (tile.flags & Tile::kLeaf) {
-        attend_leaf(tile, stage);
-      } else if (16 * warp_ / Traits::kTogether * Traits::kTogether < tile.num_rows) {
-        attend_shared(tile, stage);
-      }
-      __syncwarp();
-      if (lane_ == 0) ptx::barrier_arrive(&control_.empty[stage]);
-      if (tile.flags & Tile::kLast) {
-        if (tile.flags & Tile::kLeaf) {
-          finish_leaf(tile);
-        } else {
-          finish_shared(tile);
+      Tile tile = next_tile();
+      if (tile.flags & Tile::kStop) return stop_mergers();
+      const bool is_leaf = tile.flags & Tile::kLeaf;
+      const bool has_rows = 16 * warp_ / Traits::kTogether * Traits::kTogether < tile.num_rows;
+      if (Traits::kWarpgroupProducts && !is_leaf && has_rows) {
+        tile = attend_shared_item(tile);
+      } else {
+        if (is_leaf) {
+          attend_leaf(tile, stage_);
+        } else if (has_rows) {
+          attend_shared(tile, stage_);
         }
+        release(stage_);
       }
-      if (++stage == shared_.num_stages) {
-        stage = 0;
-        phase ^= 1;
+      advance();
+      if (!(tile.flags & Tile::kLast)) continue;
+      if (is_leaf) {
+        finish_leaf(tile);
+      } else {
+        finish_shared(tile);
       }
     }
   }
 
  private:
+  // ------------------------------------------------------------------ the ring
+
+  __device__ Tile next_tile() {
+    ptx::barrier_wait(&control_.full[stage_], phase_);
+    return control_.tiles[stage_];
+  }
+
+  __device__ void release(int stage) {
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(&control_.empty[stage]);
+  }
+
+  __device__ void advance() {
+    if (++stage_ == shared_.num_stages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  // After the barrier nobody is about to report, so that a merger's phases can't be mistaken.
+  __device__ void stop_mergers() {
+    ptx::named_barrier_sync(kConsumerBarrier, kConsumers);
+    for (int i = 0; warp_ == 0 && i < kMergers; ++i, ++arrivals_) report(-1, 0);
+  }
+
   // ------------------------------------------------------------------ tiles
 
-  __device__ void attend_shared(const Tile& tile, int stage) {
-    const uint32_t granule = shared_.q(warp_);
-    if (tile.flags & Tile::kFirst) {
-      rows_.load_queries(granule);
-      rows_.clear();
-      // The only reader of this granule: it arrives for all 8 warps. (Rows that do not exist, of a
-      // warpgroup that has others, compute with what they find; nothing is made of it.)
-      const bool has_rows = Traits::kGranuleRows * warp_ < tile.num_rows;
-      if (Traits::kQueriesInRegisters && has_rows && lane_ < kConsumerWarps) {
-        ptx::barrier_arrive(&control_.granule_empty[warp_]);
+  __device__ void load_shared_queries(uint32_t granule, const Tile& tile) {
+    rows_.load_queries(granule);
+    rows_.clear();
+    // The only reader of this granule: it arrives for all 8 warps. (Rows that do not exist, of a
+    // warpgroup that has others, compute with what they find; nothing is made of it.)
+    const bool has_rows = Traits::kGranuleRows * warp_ < tile.num_rows;
+    if (Traits::kQueriesInRegisters && has_rows && lane_ < kConsumerWarps) {
+      ptx::barrier_arrive(&control_.granule_empty[warp_]);
+    }
+  }
+
+  __device__ bool is_whole(const Tile& tile) const {
+    return tile.begin == 0 && tile.end == Traits::kKvTile;
+  }
+
+  // Per row of this thread: the first row of the tile that it does not see.
+  __device__ void find_limits(int (&limit)[2], const Tile& tile) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      limit[r] = tile.end;
+      if (tile.flags & Tile::kCausal) {
+        limit[r] = min(tile.end, tile.visible + row_of(r) / p_.group_size);
       }
     }
+  }
+
+  // All tiles of an item, by a warpgroup. Leaves the last one's stage to be passed.
+  __device__ Tile attend_shared_item(Tile tile) {
+    if constexpr (Traits::kWarpgroupProducts) {
+      load_shared_queries(shared_.q(warp_), tile);
+      float score[RowTile<Traits>::kScoreTiles][4], keep[2];
+      uint32_t probability[RowTile<Traits>::kScoreTiles / 2][4];
+      int previous = -1;  // the stage whose P V is due
+      for (;;) {
+        const uint32_t v = shared_.v(stage_);
+        if (!is_whole(tile)) {
+          rows_.clear_padding(v, 0, Traits::kKvTile, tile.begin, tile.end);
+        }
+        wgmma::fence();
+        rows_.start_keys(score, shared_.k(stage_));
+        if (previous >= 0) {
+          rows_.start_values(probability, shared_.v(previous));
+          wgmma::wait<1>();
+        } else {
+          wgmma::wait<0>();
+        }
+        wgmma::settle(score);
+        if (!is_whole(tile) || tile.flags & Tile::kCausal) {
+          int limit[2];
+          find_limits(limit, tile);
+          rows_.mask(score, 0, tile.begin, limit);
+        }
+        rows_.soften(score, keep, p_.scale_log2);
+        if (previous >= 0) {
+          wgmma::wait<0>();
+          release(previous);
+        }
+        wgmma::settle(rows_.out);
+        rows_.rescale(keep);
+        rows_.pack_probabilities(probability, score);
+        previous = stage_;
+        if (tile.flags & Tile::kLast) break;
+        advance();
+        tile = next_tile();
+      }
+      wgmma::fence();
+      rows_.start_values(probability, shared_.v(previous));
+      wgmma::wait<0>();
+      wgmma::settle(rows_.out);
+      release(previous);
+    }
+    return tile;
+  }
+
+  // One tile, by a warp alone.
+  __device__ void attend_shared(const Tile& tile, int stage) {
+    const uint32_t granule = shared_.q(warp_);
+    if (tile.flags & Tile::kFirst) load_shared_queries(granule, tile);
+    constexpr int kAll = Traits::kSlices;
     const uint32_t k = shared_.k(stage), v = shared_.v(stage);
-    const bool is_whole = tile.begin == 0 && tile.end == Traits::kKvTile;
-    if (!is_whole) rows_.clear_padding(v, 0, Traits::kKvTile, tile.begin, tile.end);
-    if (is_whole && !(tile.flags & Tile::kCausal)) {
-      rows_.template attend_whole<false>(granule, k, v, 0, {0, 0}, p_.scale_log2);
+    if (is_whole(tile) && !(tile.flags & Tile::kCausal)) {
+      rows_.template attend<kAll, false>(granule, k, v, 0, 0, {0, 0}, p_.scale_log2);
     } else {
       int limit[2];
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int seen =
-            tile.flags & Tile::kCausal ? tile.visible + row_of(r) / p_.group_size : tile.end;
-        limit[r] = min(tile.end, seen);
-      }
-      rows_.template attend_whole<true>(granule, k, v, tile.begin, limit, p_.scale_log2);
+      find_limits(limit, tile);
+      if (!is_whole(tile)) rows_.clear_padding(v, 0, Traits::kKvTile, tile.begin, tile.end);
+      rows_.template attend<kAll, true>(granule, k, v, 0, tile.begin, limit, p_.scale_log2);
     }
   }
 
@@ -170,13 +257,13 @@ class Consumer {
     const int t = static_cast<int>(threadIdx.x);
     bool completes = false;
     if (t < num_tokens && targets[t].seq >= 0 && targets[t].slot >= 0) {
-      completes = arrive(targets[t].seq, tile.head);
+      completes = states_.arrive(targets[t].seq, tile.head);
     }
     const uint32_t finished = __ballot_sync(~0u, completes);
     if (lane_ == 0 && t < kRowsPerTile) control_.finished[warp_] = finished;
     ptx::named_barrier_sync(kConsumerBarrier, kConsumers);
     for (int i = warp_; i < num_tokens; i += kConsumerWarps) {
-      if (control_.finished[i / 32] >> (i % 32) & 1) merge(targets[i].seq, tile.head);
+      if (control_.finished[i / 32] >> (i % 32) & 1) states_.merge(targets[i].seq, tile.head);
     }
   }
 
@@ -188,6 +275,7 @@ class Consumer {
     if (!Traits::kQueriesInRegisters && lane_ == 0) {
       ptx::barrier_arrive(&control_.granule_empty[tile.granule]);
     }
+    const bool reports = tile.flags & Tile::kPartial && tile.target.seq >= 0;
     rows_.finish_sums();
     ptx::barrier_wait(&control_.exchange_empty, (leaf_items_ & 1) ^ 1);
     const int row = lane_ / 4;
@@ -207,8 +295,10 @@ class Consumer {
     if (leaf_items_ % kConsumerWarps == static_cast<uint32_t>(warp_)) {
       ptx::barrier_wait(&control_.exchange_full, leaf_items_ & 1);
       fold_leaf(tile);
+      if (reports) report(tile.target.seq, tile.head);
     }
     ++leaf_items_;
+    arrivals_ += reports;
   }
 
   __device__ void fold_leaf(const Tile& tile) {
@@ -248,7 +338,7 @@ class Consumer {
         if (target.slot >= 0) {
           __stcg(reinterpret_cast<float4*>(p_.state_out + state_row * Traits::kHeadDim + c), out);
         } else {
-          write_out(out_row, c, out);
+          write_out<Traits>(p_, out_row, c, out);
         }
       }
       if (lane_ == 0 && target.seq >= 0) {
@@ -261,91 +351,21 @@ class Consumer {
     }
     __syncwarp();
     if (lane_ == 0) ptx::barrier_arrive(&control_.exchange_empty);
-    if (target.seq < 0 || target.slot < 0) return;
-    bool completes = false;
-    if (lane_ == 0) completes = arrive(target.seq, tile.head);
-    if (__shfl_sync(~0u, completes, 0)) merge(target.seq, tile.head);
+  }
+
+  // To the merger whose turn it is.
+  __device__ void report(int seq, int head) {
+    const uint32_t merger = arrivals_ % kMergers;
+    ptx::barrier_wait(&control_.arrival_empty[merger], (arrivals_ / kMergers & 1) ^ 1);
+    __syncwarp();  // the lanes' parts of the state are written
+    if (lane_ == 0) {
+      control_.arrivals[merger] = {seq, head};
+      ptx::barrier_arrive(&control_.arrival_full[merger]);
+    }
   }
 
   __device__ float* exchanged(int warp, int row) const {
     return shared_.exchange() + (warp * kMaxLeafRows + row) * Traits::kHeadDim;
-  }
-
-  // ------------------------------------------------------------------ the merge
-
-  // Counts one item in; true if all states of (sequence, kv head) are now written. Called after a
-  // barrier that follows the writes, by one thread: its fence covers them all.
-  __device__ bool arrive(int seq, int head) {
-    const int num_states = p_.work.path_indptr[seq + 1] - p_.work.path_indptr[seq];
-    __threadfence();
-    const int before = atomicAdd(p_.counters + kTicketCounters + seq * p_.num_kv_heads + head, 1);
-    return before + 1 == num_states;
-  }
-
-  // A warp folds the states of the group's heads, in slot order.
-  __device__ void merge(int seq, int head) {
-    __threadfence();
-    const int begin = p_.work.path_indptr[seq], end = p_.work.path_indptr[seq + 1];
-    const int num_q_heads = p_.num_kv_heads * p_.group_size;
-    const int token = p_.tree.q_indptr[seq];
-    for (int row = 0; row < p_.group_size; row += kMergeRows) {
-      merge_rows(begin, end, token, num_q_heads, head * p_.group_size + row,
-                 min(kMergeRows, p_.group_size - row));
-    }
-  }
-
-  // Two rows and four states at a time: up to eight independent loads a lane hide L2's latency.
-  static constexpr int kMergeRows = 2, kMergeStates = 4;
-  using StateFold = Fold<LogBase::kTwo>;
-
-  __device__ void merge_rows(int begin, int end, int token, int num_q_heads, int q_head,
-                             int num_rows) {
-    for (int c = 4 * lane_; c < Traits::kHeadDim; c += 128) {
-      StateFold fold[kMergeRows];
-      float4 acc[kMergeRows] = {};
-      for (int s = begin; s < end; s += kMergeStates) {
-        float4 out[kMergeStates][kMergeRows];
-        float lse_log2[kMergeStates][kMergeRows];
-#pragma unroll
-        for (int i = 0; i < kMergeStates; ++i) {
-#pragma unroll
-          for (int r = 0; r < kMergeRows; ++r) {
-            lse_log2[i][r] = negative_infinity();
-            out[i][r] = {0.f, 0.f, 0.f, 0.f};
-            if (s + i < end && r < num_rows) {
-              const int64_t row = int64_t{s + i} * num_q_heads + q_head + r;
-              lse_log2[i][r] = __ldcg(p_.state_lse_log2 + row);
-              out[i][r] = __ldcg(
-                  reinterpret_cast<const float4*>(p_.state_out + row * Traits::kHeadDim + c));
-            }
-          }
-        }
-#pragma unroll
-        for (int i = 0; i < kMergeStates; ++i) {
-#pragma unroll
-          for (int r = 0; r < kMergeRows; ++r) {
-            const StateFold::Weights w = fold[r].push(lse_log2[i][r]);
-            acc[r].x = combine(acc[r].x, out[i][r].x, w);
-            acc[r].y = combine(acc[r].y, out[i][r].y, w);
-            acc[r].z = combine(acc[r].z, out[i][r].z, w);
-            acc[r].w = combine(acc[r].w, out[i][r].w, w);
-          }
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kMergeRows; ++r) {
-        if (r >= num_rows) continue;
-        const int64_t row = int64_t{token} * num_q_heads + q_head + r;
-        const float n = fold[r].normalizer();
-        write_out(row, c, {acc[r].x * n, acc[r].y * n, acc[r].z * n, acc[r].w * n});
-        if (c == 0) p_.lse[row] = fold[r].lse() * kLn2;
-      }
-    }
-  }
-
-  __device__ void write_out(int64_t row, int column, const float4& value) {
-    uint2 packed = {pack<T>(value.x, value.y), pack<T>(value.z, value.w)};
-    *reinterpret_cast<uint2*>(static_cast<T*>(p_.out) + row * Traits::kHeadDim + column) = packed;
   }
 
   const AttentionParams& p_;
@@ -353,7 +373,11 @@ class Consumer {
   Control& control_;
   const int lane_, warp_;
   RowTile<Traits> rows_;
+  StateMerger<Traits> states_;
+  int stage_ = 0;
+  uint32_t phase_ = 0;
   uint32_t leaf_items_ = 0;
+  uint32_t arrivals_ = 0;  // states reported to the mergers, by any warp
 };
 
 // Rows of q that no sequence owns get the empty state.
@@ -386,6 +410,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     for (uint64_t& barrier : control.targets_empty) ptx::barrier_init(&barrier, kConsumerWarps);
     ptx::barrier_init(&control.exchange_full, kConsumerWarps);
     ptx::barrier_init(&control.exchange_empty, 1);
+    for (uint64_t& barrier : control.arrival_full) ptx::barrier_init(&barrier, 1);
+    for (uint64_t& barrier : control.arrival_empty) ptx::barrier_init(&barrier, 1);
   }
   __syncthreads();
   ptx::let_next_kernel_start();
@@ -393,7 +419,12 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
 
   if (threadIdx.x >= kConsumers) {
     ptx::give_registers<kProducerRegisters>();
-    if (threadIdx.x < kConsumers + 32) Producer<Traits>(params, shared).run();
+    const int merger = static_cast<int>(threadIdx.x - kConsumers) / 32 - 1;
+    if (merger < 0) {
+      Producer<Traits>(params, shared).run();
+    } else {
+      merge_arrivals<Traits>(params, control, merger);
+    }
   } else {
     ptx::take_registers<kConsumerRegisters>();
     clear_unowned_rows<Traits>(params);
