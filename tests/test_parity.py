@@ -305,6 +305,22 @@ def test_rope_variants(rope_type):
         assert_same(run(model, **prompt, **SAMPLED), run(patched, **prompt, **SAMPLED))
 
 
+@pytest.mark.parametrize("original_length", [8, RAGGED["input_ids"].shape[1] + 3, 64])
+def test_long_rope_of_phi3(original_length):
+    """Where its long factors begin, it drops its cache and keeps the argument that goes with it."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [3.0] * 4,
+        "original_max_position_embeddings": original_length,
+    }
+    model = new_model(
+        "phi3", rope_parameters=rope, original_max_position_embeddings=original_length
+    )
+    parity(model, **batch(*[row[:4] for row in ROWS], tokens(16)), **SAMPLED)
+
+
 @pytest.mark.parametrize("window", [24, 64])
 def test_a_window_as_wide_as_the_text_is_none(window):
     length = RAGGED["input_ids"].shape[1]

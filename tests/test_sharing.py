@@ -326,3 +326,14 @@ def test_the_tree_as_text_after_sampling():
         "└─ level 0: 4 tokens, 2 sequences, 1 page",
         "   └─ level 1: 3 tokens, 1 sequence, 1 page  x 2",
     ]
+
+
+def test_the_tree_as_text_shows_the_rows_that_ended_last():
+    model = patched()
+    ends = list(range(3, 40))
+    run(model, **PROMPT, do_sample=True, num_return_sequences=12, eos_token_id=ends,
+        max_new_tokens=60)  # fmt: skip
+    stats = model.cascade.stats
+    assert 2 < stats.decode_steps < 59  # all rows ended, at different steps
+    length = len(DOCUMENT) + stats.decode_steps
+    assert f"{length} tokens, 1 sequence," in model.cascade.describe().splitlines()[0]
