@@ -157,7 +157,7 @@ CASES = {
         model=changed(lambda model: model.train(), attention_dropout=0.2),
     ),
     "noise in the router": Case(
-        "training mode",
+        "noise in the router in training mode; call model.eval()",
         model=changed(lambda model: model.train(), "mixtral", router_jitter_noise=0.4),
     ),
     "right padding": Case(
@@ -359,6 +359,9 @@ def test_errors_of_stock_are_the_same_errors():
 # Adapters
 
 
+OWN_ADAPTERS = "PEFT adapters that differ between rows or tokens"
+
+
 def lora(**options) -> LoraConfig:
     return LoraConfig(
         r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False,
@@ -399,7 +402,7 @@ def test_an_adapter_of_its_own_for_each_row_falls_back(names):
     stock, model = twins(lora(), other=lora())
     rows = batch(DOCUMENT, DOCUMENT)
     expected = run(stock, **rows, adapter_names=names)
-    with pytest.warns(CascadeFallbackWarning):
+    with pytest.warns(CascadeFallbackWarning, match=OWN_ADAPTERS):
         assert_same(expected, run(model, **rows, adapter_names=names))
     with model.cascade.strict(), pytest.raises(UnsupportedCallError):
         run(model, **rows, adapter_names=names)
@@ -410,7 +413,7 @@ def test_an_adapter_activated_by_tokens_falls_back():
     stock, model = twins(lora(alora_invocation_tokens=DOCUMENT[3:5]))
     rows = batch(DOCUMENT, DOCUMENT, [*DOCUMENT, 9])
     expected = run(stock, **rows)
-    with pytest.warns(CascadeFallbackWarning):
+    with pytest.warns(CascadeFallbackWarning, match=OWN_ADAPTERS):
         assert_same(expected, run(model, **rows))
 
 
@@ -481,7 +484,7 @@ def test_every_reason_has_a_case():
     reasons = reasons_in(gates)
     assert len(reasons) > 12
     known = [case.reason for case in CASES.values()]
-    known += ["the model assists another one"]
+    known += ["the model assists another one", OWN_ADAPTERS]
     known += ["position_ids of 3 dimensions", "an attention_mask of 4 dimensions"]
     missing = [
         reason for reason in reasons if not any(re.fullmatch(reason, case) for case in known)
