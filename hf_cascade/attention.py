@@ -55,7 +55,7 @@ def cascade_attention_forward(
         return _delegate(module)(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
-    _refuse_variants(hf_cascade, **kwargs)
+    _refuse_variants(hf_cascade, attention_mask, **kwargs)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return hf_cascade.attend(query, scaling), None
 
@@ -144,6 +144,7 @@ def _delegate(module: torch.nn.Module):
 
 def _refuse_variants(
     cache: CascadeCache,
+    attention_mask: Tensor | None,
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -155,7 +156,13 @@ def _refuse_variants(
         raise UnsupportedModelError(
             f"attention with sliding_window={sliding_window} over {cache.longest_path} tokens"
         )
-    for name, value in (("softcap", softcap), ("s_aux", s_aux), ("position_bias", position_bias)):
+    variants = {
+        "a mask of its own": attention_mask,
+        "softcap": softcap,
+        "s_aux": s_aux,
+        "position_bias": position_bias,
+    }
+    for name, value in variants.items():
         if value is not None:
             raise UnsupportedModelError(f"attention with {name} is not served yet")
 

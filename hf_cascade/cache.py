@@ -53,10 +53,10 @@ class CascadeCache(Cache):
 
     # The pass
 
-    def begin(self, queries: Sequence[Query | None], device: torch.device) -> None:
+    def begin(self, queries: Sequence[Query | None]) -> None:
         """Plan a pass of these queries; the model's packed rows are their tokens in order."""
         self._start_pass(build_layout(self.tree, queries))
-        self._plans = {device: build_plan(self._layout, device)}
+        self._plans = {device: build_plan(self._layout, device) for device in self._plans}
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Store the KV recorded last, then attend: the cascade of the blog, in four ops.
@@ -123,27 +123,27 @@ class CascadeCache(Cache):
         self.leaves = list(self.tree.open_leaves(ends))
         self._length = padded_length
 
-    def begin_step(self, device: torch.device) -> None:
+    def begin_step(self) -> None:
         """Plan a decode step: every live row's leaf grows by one token."""
         live = [leaf for leaf in self.leaves if leaf is not None]
         self.tree.extend(live, [_UNKNOWN] * len(live))
         queries = [_last_token(leaf) for leaf in self.leaves]
         if self._is_compileable:
-            self._begin_in_place(queries, device)
+            self._begin_in_place(queries)
         else:
-            self.begin(queries, device)
+            self.begin(queries)
         self.decode_steps += 1
         self.row_steps += len(live)
         self.longest_path += 1
         self._length += 1
 
-    def _begin_in_place(self, queries: Sequence[Query | None], device: torch.device) -> None:
+    def _begin_in_place(self, queries: Sequence[Query | None]) -> None:
         """Like `begin`, with the tensors and the shapes of the first step in all later ones."""
         layout = build_layout(self.tree, queries)
         if self._step_shapes is None:
             self._step_shapes = self._largest_shapes(layout)
             self._start_pass(layout.padded(*self._step_shapes))
-            self._plans = {device: build_plan(self._layout, device)}
+            self._plans = {device: build_plan(self._layout, device) for device in self._plans}
             return
         self._start_pass(layout.padded(*self._step_shapes))
         for plan in self._plans.values():
@@ -216,7 +216,7 @@ class CascadeCache(Cache):
         return ReturnedCache(self, on_close)
 
     def _plan_on(self, device: torch.device) -> Plan:
-        if device not in self._plans:  # a model split over devices
+        if device not in self._plans:  # the first pass; prefill meets all of a split model's
             self._plans[device] = build_plan(self._layout, device)
         return self._plans[device]
 

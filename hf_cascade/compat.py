@@ -56,9 +56,15 @@ class CascadeGenerate:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
         with self.cascade.call() as call:
+            # Rows that are over may still be looked at by what the user brings along.
+            call.may_close_rows = len(args) <= 2 and not any(map(kwargs.get, _ROW_READERS))
+            call.reason = _call_obstacle_before(kwargs)
+            if call.reason is not None:
+                self.cascade.fall_back(call, call.reason, type(self).__name__)
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
-            if call.cache is not None and hasattr(out, "past_key_values"):
-                out.past_key_values = call.cache.hand_over(self.cascade.reclaim)
+            cache = call.cache
+            if cache is not None and getattr(out, "past_key_values", None) is cache:
+                out.past_key_values = cache.hand_over(self.cascade.reclaim)
                 call.is_handed_over = True
             return out
 
@@ -68,8 +74,10 @@ class CascadeGenerate:
         call = self.cascade.current
         reason = None
         if call is not None:
-            reason = call_obstacle(self, generation_config, model_kwargs, generation_mode.value)
-            if reason is not None:
+            reason = call.reason or call_obstacle(
+                self, generation_config, model_kwargs, generation_mode.value
+            )
+            if reason is not None and call.reason is None:
                 self.cascade.fall_back(call, reason, type(self).__name__)
         if call is None or reason is not None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
@@ -102,10 +110,12 @@ class CascadeGenerate:
         criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]
         call = self.cascade.current
         # Rows that are over go on in the stock loop, fed with padding. Nobody sees what they
-        # compute, unless the scores or the cache are returned, or beams still continue them.
+        # compute, unless the scores or the cache are returned, beams still continue them, or a
+        # processor of the user's looks at all rows.
         if (
             call is not None
             and call.cache is not None
+            and call.may_close_rows
             and generation_config.num_beams == 1
             and not generation_config.return_dict_in_generate
             and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
@@ -122,9 +132,12 @@ class CascadeGenerate:
                 input_ids if inputs_embeds is None else inputs_embeds,
             )
         if call is None or not isinstance(cache, CascadeCache):
-            return super()._prefill(  # type: ignore[misc]
+            outputs = super()._prefill(  # type: ignore[misc]
                 input_ids, generation_config, model_kwargs, is_first_iteration
             )
+            if call is not None:
+                call.is_prefilled = True
+            return outputs
         prompts = read_prompts(input_ids, inputs_embeds, model_kwargs.get("attention_mask"))
         cache.reserve(prompts.rows, generation_config.max_length - input_ids.shape[1])
         outputs, call.prefill_tokens = packed_prefill(
@@ -135,16 +148,28 @@ class CascadeGenerate:
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
         call, cache = self.cascade.current, inputs.get("past_key_values")
-        if call is not None and not kwargs.get("is_first_iteration"):
+        if call is not None and call.is_prefilled:
             call.decode_steps += 1
         if isinstance(cache, CascadeCache):
-            cache.begin_step(self.device)  # type: ignore[attr-defined]
+            cache.begin_step()
         return inputs
 
 
 def _new_patched(original: type) -> Any:
     patched: Any = cascade_class(original)
     return patched.__new__(patched)
+
+
+_ROW_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+
+
+def _call_obstacle_before(kwargs: dict[str, Any]) -> str | None:
+    """What generate acts on before any hook could."""
+    if kwargs.get("custom_generate") is not None:
+        return "the argument custom_generate"
+    if kwargs.get("cache_implementation") == "paged":
+        return "cache_implementation='paged'"
+    return None
 
 
 class _RowClosingCriteria(StoppingCriteriaList):

@@ -34,6 +34,13 @@ _CALL_KWARGS = {
     "use_cache",
     "logits_to_keep",
 }
+# What no attribute tells, by model_type.
+_KNOWN_OBSTACLES = {
+    "diffllama": "its attention is a difference of two",
+    "jetmoe": "it repeats KV heads before attention",
+    "moshi": "its layers pass no **kwargs on to attention",
+    "nemotron": "its layers pass no **kwargs on to attention",
+}
 # RoPE frequencies that depend on the longest position of a forward pass.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -52,7 +59,7 @@ def model_obstacles(model: Any, stock_generate: type) -> list[str]:
         for hook in _HOOKS_OF_ITS_OWN
         if getattr(architecture, hook, None) is not getattr(stock_generate, hook, None)
     ]
-    if not getattr(architecture, "_supports_attention_backend", False):
+    if not (architecture._supports_attention_backend and model._can_set_attn_implementation()):
         obstacles.append("its attention does not go through transformers' AttentionInterface")
     parameters = inspect.signature(architecture.forward).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
@@ -62,7 +69,19 @@ def model_obstacles(model: Any, stock_generate: type) -> list[str]:
             obstacles.append(f"its forward takes no {name}")
     if getattr(architecture, "_is_stateful", False):
         obstacles.append("it keeps a recurrent state")
-    return obstacles + _config_obstacles(config)
+    return obstacles + _config_obstacles(config) + _module_obstacles(model)
+
+
+def _module_obstacles(model: torch.nn.Module) -> list[str]:
+    modules = list(model.modules())
+    found = {
+        "its attention is not causal": any(getattr(m, "is_causal", True) is False for m in modules),
+        "it has attention sinks": any(getattr(m, "sinks", None) is not None for m in modules),
+        "its attention makes masks of its own": any(
+            hasattr(m, "prepare_dynamic_mask") for m in modules
+        ),
+    }
+    return [reason for reason, is_so in found.items() if is_so]
 
 
 def _config_obstacles(config: Any) -> list[str]:
@@ -76,13 +95,14 @@ def _config_obstacles(config: Any) -> list[str]:
         "its layers share KV": has("num_kv_shared_layers"),
         "it has multi-head latent attention": has("kv_lora_rank"),
         "it has ALiBi positions": has("alibi"),
-        "its attention is not causal": getattr(config, "is_causal", True) is False,
+        "its config says that attention is not causal": getattr(config, "is_causal", True) is False
+        or has("use_bidirectional_attention"),
         "it makes positions inside attention": has("no_rope_layers")
         and has("attn_temperature_tuning"),
         "it caps attention logits": has("attn_logit_softcapping"),
-        "it has attention sinks": getattr(config, "model_type", "") == "gpt_oss",
     }
-    return [reason for reason, is_so in found.items() if is_so]
+    known = _KNOWN_OBSTACLES.get(getattr(config, "model_type", ""))
+    return [reason for reason, is_so in found.items() if is_so] + ([known] if known else [])
 
 
 def call_obstacle(
@@ -171,7 +191,18 @@ def _model_state_obstacle(model: Any) -> str | None:
             isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()
         ):
             return "dropout in training mode; call model.eval()"
+        if getattr(model.config, "router_jitter_noise", 0.0):
+            return "noise in the router in training mode; call model.eval()"
+    if _has_row_adapters(model):
+        return "PEFT adapters that differ between rows or tokens"
     return None
+
+
+def _has_row_adapters(model: torch.nn.Module) -> bool:
+    """Whether PEFT has put hooks on layers that expect the rows of the batch as they were."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    names = {getattr(getattr(hook, "func", hook), "__name__", "") for hook in hooks}
+    return bool(names & {"_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook"})
 
 
 def _mask_obstacle(model_kwargs: dict[str, Any]) -> str | None:

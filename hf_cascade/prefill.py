@@ -113,13 +113,15 @@ def _forward(
     positions: Tensor,
     wanted: list[int],
 ) -> Tensor:
-    cache.begin(chunk, model.device)
-    kept = torch.tensor(wanted or [0], device=inputs.device)
+    cache.begin(chunk)
+    # Offloaded weights are on "meta" between their uses; hooks then move the inputs.
+    device = inputs.device if model.device.type == "meta" else model.device
+    kept = torch.tensor(wanted or [0], device=device)
     keeps_logits = model._supports_logits_to_keep()
     name = "input_ids" if inputs.ndim == 1 else "inputs_embeds"
     outputs = model(
-        **{name: inputs[None].to(model.device)},
-        position_ids=positions[None].to(model.device),
+        **{name: inputs[None].to(device)},
+        position_ids=positions[None].to(device),
         past_key_values=cache,
         use_cache=True,
         return_dict=True,

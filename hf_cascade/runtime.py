@@ -166,6 +166,8 @@ class Call:
         self.thread = threading.get_ident()
         self.cleanup = ExitStack()  # undone when generate ends, however it ends
         self.cache: CascadeCache | None = None
+        self.may_close_rows = True
+        self.is_prefilled = False
         self.is_handed_over = False  # the cache outlives the call
         self.reason: str | None = None
         self.prompt_tokens = 0

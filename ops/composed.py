@@ -192,9 +192,10 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """State of q [batch, heads, q_len, head_dim] over k, v; causal where q_len == kv_len."""
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, scale=sm_scale
         )
+        return out, lse.float()  # a no-op but for float64
     scores = torch.matmul(q.float() * sm_scale, k.float().mT)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
