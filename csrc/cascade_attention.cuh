@@ -33,7 +33,7 @@ class Consumer {
         shared_(shared),
         control_(shared.control()),
         lane_(threadIdx.x % 32),
-        warp_(threadIdx.x / 32),
+        warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0)),
         states_(params) {}
 
   __device__ void run() {
@@ -67,7 +67,10 @@ class Consumer {
 
   __device__ Tile next_tile() {
     ptx::barrier_wait(&control_.full[stage_], phase_);
-    return control_.tiles[stage_];
+    Tile tile = control_.tiles[stage_];
+    tile.flags = __shfl_sync(~0u, tile.flags, 0);  // the compiler learns that warps don't diverge
+    tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
+    return tile;
   }
 
   __device__ void release(int stage) {
@@ -116,44 +119,50 @@ class Consumer {
     }
   }
 
+  __device__ void clear_tile_padding(const Tile& tile) {
+    if (is_whole(tile)) return;
+    rows_.clear_padding(shared_.v(stage_), 0, Traits::kKvTile, tile.begin, tile.end);
+  }
+
+  __device__ void mask_tile(float (&score)[RowTile<Traits>::kScoreTiles][4], const Tile& tile) {
+    if (is_whole(tile) && !(tile.flags & Tile::kCausal)) return;
+    int limit[2];
+    find_limits(limit, tile);
+    rows_.mask(score, 0, tile.begin, limit);
+  }
+
   // All tiles of an item, by a warpgroup. Leaves the last one's stage to be passed.
   __device__ Tile attend_shared_item(Tile tile) {
     if constexpr (Traits::kWarpgroupProducts) {
       load_shared_queries(shared_.q(warp_), tile);
       float score[RowTile<Traits>::kScoreTiles][4], keep[2];
       uint32_t probability[RowTile<Traits>::kScoreTiles / 2][4];
-      int previous = -1;  // the stage whose P V is due
-      for (;;) {
-        const uint32_t v = shared_.v(stage_);
-        if (!is_whole(tile)) {
-          rows_.clear_padding(v, 0, Traits::kKvTile, tile.begin, tile.end);
-        }
+      clear_tile_padding(tile);
+      wgmma::fence();
+      rows_.start_keys(score, shared_.k(stage_));
+      wgmma::wait<0>();
+      wgmma::settle(score);
+      mask_tile(score, tile);
+      rows_.soften(score, keep, p_.scale_log2);
+      rows_.pack_probabilities(probability, score);
+      int previous = stage_;  // its P V is due
+      while (!(tile.flags & Tile::kLast)) {
+        advance();
+        tile = next_tile();
+        clear_tile_padding(tile);
         wgmma::fence();
         rows_.start_keys(score, shared_.k(stage_));
-        if (previous >= 0) {
-          rows_.start_values(probability, shared_.v(previous));
-          wgmma::wait<1>();
-        } else {
-          wgmma::wait<0>();
-        }
+        rows_.start_values(probability, shared_.v(previous));
+        wgmma::wait<1>();
         wgmma::settle(score);
-        if (!is_whole(tile) || tile.flags & Tile::kCausal) {
-          int limit[2];
-          find_limits(limit, tile);
-          rows_.mask(score, 0, tile.begin, limit);
-        }
+        mask_tile(score, tile);
         rows_.soften(score, keep, p_.scale_log2);
-        if (previous >= 0) {
-          wgmma::wait<0>();
-          release(previous);
-        }
+        wgmma::wait<0>();
         wgmma::settle(rows_.out);
+        release(previous);
         rows_.rescale(keep);
         rows_.pack_probabilities(probability, score);
         previous = stage_;
-        if (tile.flags & Tile::kLast) break;
-        advance();
-        tile = next_tile();
       }
       wgmma::fence();
       rows_.start_values(probability, shared_.v(previous));

@@ -67,6 +67,19 @@ __device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, uint32_t
       : "memory");
 }
 
+// True in one lane of the warp, and the compiler knows it.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected = 0;
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{ .reg .pred p;"
+      "  elect.sync _|p, 0xffffffff;"
+      "  selp.u32 %0, 1, 0, p; }"
+      : "=r"(elected));
+#endif
+  return elected != 0;
+}
+
 // The copy engine moves a box of a 4-d tensor to shared memory and tells the barrier its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint64_t* barrier, int x,
                                          int y, int z, int w) {
