@@ -149,7 +149,8 @@ def test_two_appends_in_a_row_are_left_alone_where_the_first_is_not_attended_to(
 def test_inductor_runs_the_pass() -> None:
     expected_pools, pools, fusion = tree(), tree(), fuse_pass()
     torch._dynamo.reset()
-    with torch.no_grad():
+    # A graph from the cache on disk was fused when it was put there, unseen.
+    with torch.no_grad(), torch._inductor.config.patch(force_disable_caches=True):
         expected = attend(expected_pools)
         compiled = torch.compile(
             attend, fullgraph=True, options={"post_grad_custom_pre_pass": fusion}

@@ -12,12 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from models import RAGGED, assert_same, new_model, parity, randomize, run
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaModel
 
 import hf_cascade
-from hf_cascade import CascadeError, CascadeFallbackWarning, UnsupportedModelError
+from hf_cascade import CascadeError, CascadeFallbackWarning, UnsupportedModelError, compat
 
 SMALL = {
     "vocab_size": 64,
@@ -177,7 +176,7 @@ def test_decoders_that_look_like_encoders_are_served():
 
 @pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.18.0.dev0", "5.18.0", "6.0.0"])
 def test_an_untested_version_of_transformers_is_a_clear_message(version, monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", version)
+    monkeypatch.setattr(compat.transformers, "__version__", version)
     with pytest.raises(UnsupportedModelError, match=rf"tested with .* {version} is installed"):
         hf_cascade.patch(new_model())
 
