@@ -1,6 +1,6 @@
 """How fast `cascade_attention` is, against the floor that memory and matrix units set.
 
-    python benchmarks/bench_attention.py --grid quick|full [--plot]
+    python benchmarks/bench_attention.py --grid quick|full
 
 Measures the roofs of this card first (read bandwidth, a bf16 matmul), checks each shape's answer
 against float32 torch, then times replays of a CUDA graph that decodes one step in several layers,
@@ -18,6 +18,7 @@ import csv
 import datetime
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,8 +247,11 @@ def replay_us(run: Callable[[], object], per_replay: int, replays: int = 25) -> 
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for _ in range(3):
+    # An idle card clocks down: small shapes need it awake.
+    awake = time.monotonic() + 0.1
+    while time.monotonic() < awake:
         graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(replays):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -271,8 +271,10 @@ class Consumer {
     const uint32_t finished = __ballot_sync(~0u, completes);
     if (lane_ == 0 && t < kRowsPerTile) control_.finished[warp_] = finished;
     ptx::named_barrier_sync(kConsumerBarrier, kConsumers);
-    for (int i = warp_; i < num_tokens; i += kConsumerWarps) {
-      if (control_.finished[i / 32] >> (i % 32) & 1) states_.merge(targets[i].seq, tile.head);
+    for (int row = warp_; row < tile.num_rows; row += kConsumerWarps) {
+      const int i = row / p_.group_size;
+      if (!(control_.finished[i / 32] >> (i % 32) & 1)) continue;
+      states_.merge_head(targets[i].seq, tile.head * p_.group_size + row % p_.group_size);
     }
   }
 

@@ -24,13 +24,12 @@ struct TreeParams {
 // How a launch is laid out, the part that depends on the lengths. All of it lies in one int32
 // tensor (the op `attention_work` makes it) so that one list serves all layers of a step.
 struct WorkHeader {
-  int32_t is_decode;             // each sequence has at most one query token
-  int32_t split_shift;           // KV splits are this many times doubled to fit the scratch
-  int32_t num_shared_items;      // work items of shared nodes
-  int32_t num_leaf_items;        // work items of leaves (or, not decoding, of query tiles)
-  int32_t num_mixed_leaf_items;  // of those, how many are handed out between the shared ones
+  int32_t is_decode;         // each sequence has at most one query token
+  int32_t split_shift;       // KV splits are this many times doubled to fit the scratch
+  int32_t num_shared_items;  // work items of shared nodes
+  int32_t num_leaf_items;    // work items of leaves (or, not decoding, of query tiles)
   int32_t num_shared_nodes;
-  int32_t padding[2];
+  int32_t padding[3];
 };
 
 // A work item of a decoding launch: all that finding its KV needs, so that the producer of the

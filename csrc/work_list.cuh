@@ -182,17 +182,6 @@ static __global__ void __launch_bounds__(kWorkListThreads)
            num_kv_heads;
   });
 
-  int own_first_tile_items = 0;
-  for (int i = thread; i < num_shared_nodes && is_decode; i += kWorkListThreads) {
-    const int kv_len = tree.kv_len[work.shared_nodes[i]];
-    own_first_tile_items += num_splits(kv_len, num_kv_heads, shift) * num_kv_heads;
-  }
-  __shared__ int first_tile_items;
-  if (thread == 0) first_tile_items = 0;
-  __syncthreads();
-  atomicAdd(&first_tile_items, own_first_tile_items);
-  __syncthreads();
-
   if (thread == 0) {
     WorkHeader header = {};
     header.is_decode = is_decode;
@@ -200,11 +189,6 @@ static __global__ void __launch_bounds__(kWorkListThreads)
     header.num_shared_items = work.shared_items[num_shared_nodes];
     header.num_leaf_items = work.leaf_items[tree.num_seqs];
     header.num_shared_nodes = num_shared_nodes;
-    // Query tiles beyond a node's first make no memory traffic: leaves between them use the time.
-    // The last quarter of the leaves stays behind, to end the launch with short items.
-    if (2 * first_tile_items <= header.num_shared_items) {
-      header.num_mixed_leaf_items = header.num_leaf_items / 4 * 3;
-    }
     *work.header = header;
   }
 }
@@ -241,13 +225,12 @@ static __global__ void items_kernel(const TreeParams tree, const WorkList work, 
        ticket += static_cast<int>(gridDim.x * blockDim.x)) {
     Item item = {};
     int node = -1;
-    // Shared items are the longest and come first, except that the first `num_mixed_leaf_items`
-    // leaves are spread evenly between them.
-    const int64_t shared = header.num_shared_items, mixed = shared + header.num_mixed_leaf_items;
-    const int shared_before = static_cast<int>(ticket < mixed ? ticket * shared / mixed : shared);
-    if (ticket < mixed && (ticket + 1) * shared / mixed > shared_before) {
-      const int i = find_item(work.shared_items, header.num_shared_nodes, shared_before);
-      int rest = shared_before - work.shared_items[i];
+    // Shared items are the longest and come first. Leaves between them would use the memory that
+    // query tiles beyond a node's first leave idle, and were tried: but then shared items arrive
+    // last, and a CTA's ring stands still while its consumers merge (benchmarks/NOTES.md, 5).
+    if (ticket < header.num_shared_items) {
+      const int i = find_item(work.shared_items, header.num_shared_nodes, ticket);
+      int rest = ticket - work.shared_items[i];
       node = work.shared_nodes[i];
       const int reads_begin = tree.reader_indptr[node];
       const int num_readers = tree.reader_indptr[node + 1] - reads_begin;
@@ -261,7 +244,7 @@ static __global__ void items_kernel(const TreeParams tree, const WorkList work, 
       item.first_read = reads_begin + query_tile * tile_tokens;
       item.num_tokens = min(tile_tokens, num_readers - query_tile * tile_tokens);
     } else {
-      const int index = ticket - shared_before;
+      const int index = ticket - header.num_shared_items;
       item.seq = find_item(work.leaf_items, tree.num_seqs, index);
       const int items_begin = work.leaf_items[item.seq];
       const int splits = (work.leaf_items[item.seq + 1] - items_begin) / num_kv_heads;
