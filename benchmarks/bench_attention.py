@@ -307,9 +307,9 @@ def main() -> None:
               f"{list_us:6.1f} {best:8.1f} {best / us:6.2f} "
               f"{memory * roofs.bytes_per_us / us / 1e3:6.0f} "
               f"{compute * roofs.flops_per_us / us / 1e6:5.0f} {wrong:8.1e}")  # fmt: skip
+        save(rows, arguments.grid, properties.name, roofs)  # what there is, should we be stopped
         del step
         torch.cuda.empty_cache()
-    save(rows, arguments.grid, properties.name, roofs)
     summarize(rows)
 
 

@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py [--tests] [--bench quick|full] [--sanitize]
 
 Runs from a checkout without installing it, next to a library that was built elsewhere
-(`python -m hf_cascade.ops.kernels`). Results go to $OUT if set, else to benchmarks/results/.
+(`python ops/kernels.py`). Results go to $OUT if set, else to benchmarks/results/.
 """
 
 from __future__ import annotations

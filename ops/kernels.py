@@ -2,7 +2,7 @@
 
 One shared library per state of the sources: its name carries a key made of the sources, the flags
 and the targets, so a stale library is never loaded. It is looked for beside this file (made ahead
-of time, by setup.py or by `python -m hf_cascade.ops.kernels`), then in the user's cache; where
+of time, by setup.py or by `python ops/kernels.py`), then in the user's cache; where
 neither has it, the first op that meets a CUDA tensor builds it into the cache with nvcc and ninja.
 Where that fails, the ops run composed of torch operators, and `status().reason` says why.
 
@@ -166,9 +166,7 @@ def _ninja_file(
         f"-gencode=arch=compute_{t},code=[sm_{t}{',compute_80' if t == '80' else ''}]"
         for t in targets
     )
-    warnings = "-Werror=all-warnings " + " ".join(
-        f"-Xcompiler={w}" for w in WARNINGS
-    )
+    warnings = "-Werror=all-warnings " + " ".join(f"-Xcompiler={w}" for w in WARNINGS)
     lines = [
         "rule nvcc",
         f"  command = {nvcc} {flags} {gencode} {warnings} -Xcompiler=-fPIC {includes} "
