@@ -130,13 +130,17 @@ class PagePool:
     def _created(self, states: Tensor) -> Tensor:
         num_kv_heads, head_dim = states.shape[-2:]
         shape = (self._capacity(), num_kv_heads, self.allocator.page_size, head_dim)
+        # On the CPU, memory that runs [page, slot, head] lets consecutive pages be read in place.
+        order = (0, 2, 1, 3) if states.device.type == "cpu" else (0, 1, 2, 3)
         # A tensor born in inference mode could not be written under no_grad later.
         with torch.inference_mode(False):
-            return _of_any_size(torch.empty(shape, dtype=states.dtype, device=states.device))
+            return _of_any_size(
+                torch.empty_permuted(shape, order, dtype=states.dtype, device=states.device)
+            )
 
     def _grown(self, pool: Tensor) -> Tensor:
         with torch.inference_mode(False), torch.no_grad():
-            grown = pool.new_empty(self._capacity(), *pool.shape[1:])
+            grown = self._created(pool.transpose(1, 2))
             grown[: pool.shape[0]] = pool
             return _of_any_size(grown)
 

@@ -156,8 +156,9 @@ def build_layout(tree: KVTree, queries: Sequence[Query | None]) -> Layout:
 
 def build_plan(layout: Layout, device: torch.device) -> Plan:
     """The layout's values on `device`: one copy, then views."""
-    packed, lengths = _pack(layout)
-    packed = packed.to(device)
+    with torch.inference_mode(False):  # inference tensors could not be updated in place
+        packed, lengths = _pack(layout)
+        packed = packed.to(device)
     parts = packed.split([_aligned(length) for length in lengths])
     views = [part[:length] for part, length in zip(parts, lengths, strict=True)]
     for view in views:

@@ -2,10 +2,13 @@
 
 Index values live on the host here. K and V are gathered a node (or a batch of like leaves) at a
 time, never expanded per query head or per sequence, so temporaries stay below the tree's own KV.
+A pool whose memory runs [page, slot, head] spares even that copy where pages are consecutive.
 """
 
 from __future__ import annotations
 
+import operator
+import threading
 from collections import defaultdict
 from dataclasses import dataclass
 
@@ -23,17 +26,44 @@ class Node:
     pages: tuple[int, ...]
     first_slot: int
     kv_len: int
+    is_run: bool  # pages are consecutive
+
+
+class _LastRead(threading.local):
+    """The node table read last: all layers of a step, and both ops, ask for the same one."""
+
+    tensors: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+    nodes: list[Node] | None = None
+
+
+_last_read = _LastRead()
 
 
 def read_nodes(
     pool: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, first_slot: Tensor
 ) -> list[Node]:
     """The node table as host values, checked against the pool it points into."""
+    tensors = (kv_indptr, kv_indices, kv_len, first_slot)
+    if any(tensor.is_inference() for tensor in tensors):  # these don't count their changes
+        return _read_nodes(pool, *tensors)
+    # The pool's size takes part in the checks. Slices of it that differ are new tensors anyway.
+    versions = (pool.shape[0], pool.shape[2], *(tensor._version for tensor in tensors))
+    last = _last_read
+    is_same = versions == last.versions and all(map(operator.is_, tensors, last.tensors))
+    if not is_same or last.nodes is None:
+        last.nodes = _read_nodes(pool, *tensors)
+        last.tensors, last.versions = tensors, versions
+    return last.nodes
+
+
+def _read_nodes(
+    pool: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, first_slot: Tensor
+) -> list[Node]:
     num_pages, page_size = pool.shape[0], pool.shape[2]
     pages = kv_indices.tolist()
     bounds = read_offsets("kv_indptr", kv_indptr, len(pages))
     nodes = []
-    # Read in every layer of every step, so messages are made only when they are needed.
     for n, (length, slot) in enumerate(zip(kv_len.tolist(), first_slot.tolist(), strict=True)):
         if not 0 <= slot < page_size:
             raise ValueError(f"first_slot[{n}] must be in [0, page_size={page_size}), got {slot}")
@@ -49,7 +79,8 @@ def read_nodes(
             raise ValueError(
                 f"kv_indices of node {n} must be in [0, num_pages={num_pages}), got {filled}"
             )
-        nodes.append(Node(tuple(filled), slot, length))
+        is_run = filled == list(range(filled[0], filled[0] + num_filled)) if filled else True
+        nodes.append(Node(tuple(filled), slot, length, is_run))
     return nodes
 
 
@@ -148,10 +179,15 @@ def _token_rows(q_indptr: list[int], seqs: list[int], device: torch.device) -> s
 
 def _gather(pool: Tensor, batch: list[Node]) -> Tensor:
     """[batch, num_kv_heads, kv_len, head_dim] of nodes that have one length and first slot."""
-    first_slot, kv_len = batch[0].first_slot, batch[0].kv_len
-    pages = torch.tensor([node.pages for node in batch], device=pool.device)
-    tokens = pool.transpose(0, 1)[:, pages]  # [num_kv_heads, batch, pages, page_size, head_dim]
-    return tokens.flatten(2, 3)[:, :, first_slot : first_slot + kv_len].transpose(0, 1)
+    first, num_pages = batch[0], len(batch[0].pages)
+    by_slot = pool.transpose(1, 2)  # [pages, page_size, num_kv_heads, head_dim]
+    if len(batch) == 1 and first.is_run:
+        taken = by_slot[first.pages[0] : first.pages[0] + num_pages]
+    else:
+        ids = torch.tensor([page for node in batch for page in node.pages], device=pool.device)
+        taken = by_slot.index_select(0, ids)
+    tokens = taken.reshape(len(batch), num_pages * pool.shape[2], *by_slot.shape[2:])
+    return tokens[:, first.first_slot : first.first_slot + first.kv_len].transpose(1, 2)
 
 
 def _attend_all(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
