@@ -68,6 +68,7 @@ def main() -> None:
                     min_new_tokens=arguments.new_tokens,
                     do_sample=True,
                     num_return_sequences=samples,
+                    compile=arguments.compile,
                 )
                 for repeat in range(arguments.repeats)
             )
@@ -99,6 +100,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=700)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of each side")
+    parser.add_argument("--compile", action="store_true", help="patch(model, compile=True)")
     parser.add_argument("--json", type=Path, help="file to write the results to")
     return parser.parse_args()
 
@@ -126,6 +128,7 @@ def describe_settings(arguments: argparse.Namespace, model: PreTrainedModel) -> 
         "model": arguments.model or "SmolLM2-135M-Instruct",
         "parameters": model.num_parameters(),
         "dtype": arguments.dtype,
+        "patched decode step": "compiled" if arguments.compile else "eager",
         "stock attention": model.config._attn_implementation,
         "prompt tokens": arguments.prompt_tokens,
         "new tokens": arguments.new_tokens,
