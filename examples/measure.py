@@ -54,6 +54,7 @@ def compare(
     title: str,
     progress: Progress,
     max_new_tokens: int,
+    compile: bool = False,
     **options,
 ) -> Comparison:
     """Run one generate call twice with one seed, on the stock model and then on the patched one.
@@ -62,6 +63,7 @@ def compare(
         model: unpatched; it is unpatched again when the call returns.
         inputs: input_ids and attention_mask, both [prompts, prompt_len].
         title: what `progress` calls the two runs.
+        compile: let the patched model compile its decode step, before the measured call.
         options: more arguments of `generate`.
     """
 
@@ -79,8 +81,10 @@ def compare(
         return result
 
     stock = run("stock")
-    hf_cascade.patch(model, strict=True)
+    hf_cascade.patch(model, strict=True, compile=compile)
     try:
+        if compile:
+            model.generate(**inputs, **options | {"min_new_tokens": 3}, max_new_tokens=3)
         patched = run("patched")
         return Comparison(stock, patched, tree=model.cascade.describe())
     finally:
