@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check, check_index, check_pools, check_rows
+from .checks import check_index, check_pools, check_rows
 from .library import define
 
 
@@ -32,10 +32,10 @@ def _append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tens
     if slots.device.type == "cpu":
         num_slots = k_pool.shape[0] * page_size
         lowest, highest = (int(x) for x in slots.aminmax()) if slots.numel() else (0, -1)
-        check(
-            lowest >= DROPPED_SLOT and highest < num_slots,
-            f"slots must be in [{DROPPED_SLOT}, {num_slots}), got {lowest} to {highest}",
-        )
+        if not (lowest >= DROPPED_SLOT and highest < num_slots):
+            raise ValueError(
+                f"slots must be in [{DROPPED_SLOT}, {num_slots}), got {lowest} to {highest}"
+            )
         if lowest >= 0:  # nothing dropped: skip the selection below
             return _write(k, v, k_pool, v_pool, slots.long())
     kept = (slots != DROPPED_SLOT).nonzero().squeeze(1)
@@ -57,15 +57,15 @@ def _check(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) 
     check_pools(k_pool, v_pool)
     for name, rows in (("k", k), ("v", v)):
         check_rows(name, rows, k_pool)
-        check(
-            rows.shape[1] == k_pool.shape[1],
-            f"{name} must have num_kv_heads = {k_pool.shape[1]} heads, got {rows.shape[1]}",
+        if rows.shape[1] != k_pool.shape[1]:
+            raise ValueError(
+                f"{name} must have num_kv_heads = {k_pool.shape[1]} heads, got {rows.shape[1]}"
+            )
+    if not (k.shape[0] == v.shape[0] == slots.shape[0]):
+        raise ValueError(
+            f"k, v and slots must have as many tokens, "
+            f"got {k.shape[0]}, {v.shape[0]} and {slots.shape[0]}"
         )
-    check(
-        k.shape[0] == v.shape[0] == slots.shape[0],
-        f"k, v and slots must have as many tokens, "
-        f"got {k.shape[0]}, {v.shape[0]} and {slots.shape[0]}",
-    )
     check_index("slots", slots, k)
 
 

@@ -1,4 +1,7 @@
-"""Checks at the boundary of the ops. Every message names the argument, the need and what came."""
+"""Checks at the boundary of the ops. Every message names the argument, the need and what came.
+
+They run in every layer of every step, so a message is made only when it is needed.
+"""
 
 from __future__ import annotations
 
@@ -8,67 +11,62 @@ from torch import Tensor
 INDEX_DTYPE = torch.int32
 
 
-def check(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
-
-
 def check_state(out: Tensor, lse: Tensor, suffix: str = "") -> None:
     """An attention state: out [..., head_dim] floating, lse [...] float32, on one device."""
-    check(out.is_floating_point(), f"out{suffix} must be floating point, got {out.dtype}")
-    check(lse.dtype == torch.float32, f"lse{suffix} must be float32, got {lse.dtype}")
-    check(
-        out.ndim >= 1 and lse.shape == out.shape[:-1],
-        f"lse{suffix} must have shape out{suffix}.shape[:-1] = {tuple(out.shape[:-1])}, "
-        f"got {tuple(lse.shape)}",
-    )
-    check(
-        lse.device == out.device,
-        f"lse{suffix} must be on {out.device} like out{suffix}, got {lse.device}",
-    )
+    if not out.is_floating_point():
+        raise ValueError(f"out{suffix} must be floating point, got {out.dtype}")
+    if lse.dtype != torch.float32:
+        raise ValueError(f"lse{suffix} must be float32, got {lse.dtype}")
+    if not (out.ndim >= 1 and lse.shape == out.shape[:-1]):
+        raise ValueError(
+            f"lse{suffix} must have shape out{suffix}.shape[:-1] = {tuple(out.shape[:-1])}, "
+            f"got {tuple(lse.shape)}"
+        )
+    if lse.device != out.device:
+        raise ValueError(f"lse{suffix} must be on {out.device} like out{suffix}, got {lse.device}")
 
 
 def check_index(name: str, value: Tensor, like: Tensor) -> None:
     """An index tensor: one dimension, int32, on the device of `like`."""
-    check(value.dtype == INDEX_DTYPE, f"{name} must be int32, got {value.dtype}")
-    check(value.ndim == 1, f"{name} must have 1 dimension, got {value.ndim}")
-    check(value.device == like.device, f"{name} must be on {like.device}, got {value.device}")
+    if value.dtype != INDEX_DTYPE:
+        raise ValueError(f"{name} must be int32, got {value.dtype}")
+    if value.ndim != 1:
+        raise ValueError(f"{name} must have 1 dimension, got {value.ndim}")
+    if value.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, got {value.device}")
 
 
 def check_pools(k_pool: Tensor, v_pool: Tensor) -> None:
     """Pools of one layer: [num_pages, num_kv_heads, page_size, head_dim], alike."""
     for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        check(
-            pool.ndim == 4,
-            f"{name} must be [num_pages, num_kv_heads, page_size, head_dim], "
-            f"got {pool.ndim} dimensions",
+        if pool.ndim != 4:
+            raise ValueError(
+                f"{name} must be [num_pages, num_kv_heads, page_size, head_dim], "
+                f"got {pool.ndim} dimensions"
+            )
+    if not (k_pool.shape == v_pool.shape and k_pool.dtype == v_pool.dtype):
+        raise ValueError(
+            f"v_pool must be like k_pool ({tuple(k_pool.shape)}, {k_pool.dtype}), "
+            f"got {tuple(v_pool.shape)}, {v_pool.dtype}"
         )
-    check(
-        k_pool.shape == v_pool.shape and k_pool.dtype == v_pool.dtype,
-        f"v_pool must be like k_pool ({tuple(k_pool.shape)}, {k_pool.dtype}), "
-        f"got {tuple(v_pool.shape)}, {v_pool.dtype}",
-    )
-    check(
-        k_pool.device == v_pool.device,
-        f"v_pool must be on {k_pool.device} like k_pool, got {v_pool.device}",
-    )
+    if k_pool.device != v_pool.device:
+        raise ValueError(f"v_pool must be on {k_pool.device} like k_pool, got {v_pool.device}")
 
 
 def check_rows(name: str, rows: Tensor, pool: Tensor) -> None:
     """Packed rows [num_tokens, num_heads, head_dim] that fit a pool's head_dim, dtype, device."""
-    check(
-        rows.ndim == 3,
-        f"{name} must be [num_tokens, num_heads, head_dim], got {rows.ndim} dimensions",
-    )
-    check(
-        rows.shape[2] == pool.shape[3],
-        f"{name} must have head_dim {pool.shape[3]} like the pool, got {rows.shape[2]}",
-    )
-    check(rows.dtype == pool.dtype, f"{name} must be {pool.dtype} like the pool, got {rows.dtype}")
-    check(
-        rows.device == pool.device,
-        f"{name} must be on {pool.device} like the pool, got {rows.device}",
-    )
+    if rows.ndim != 3:
+        raise ValueError(
+            f"{name} must be [num_tokens, num_heads, head_dim], got {rows.ndim} dimensions"
+        )
+    if rows.shape[2] != pool.shape[3]:
+        raise ValueError(
+            f"{name} must have head_dim {pool.shape[3]} like the pool, got {rows.shape[2]}"
+        )
+    if rows.dtype != pool.dtype:
+        raise ValueError(f"{name} must be {pool.dtype} like the pool, got {rows.dtype}")
+    if rows.device != pool.device:
+        raise ValueError(f"{name} must be on {pool.device} like the pool, got {rows.device}")
 
 
 def check_queries(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
@@ -76,10 +74,10 @@ def check_queries(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
     check_pools(k_pool, v_pool)
     check_rows("q", q, k_pool)
     num_q_heads, num_kv_heads = q.shape[1], k_pool.shape[1]
-    check(
-        num_kv_heads > 0 and num_q_heads % num_kv_heads == 0,
-        f"q must have a multiple of num_kv_heads = {num_kv_heads} heads, got {num_q_heads}",
-    )
+    if not (num_kv_heads > 0 and num_q_heads % num_kv_heads == 0):
+        raise ValueError(
+            f"q must have a multiple of num_kv_heads = {num_kv_heads} heads, got {num_q_heads}"
+        )
 
 
 def check_nodes(
@@ -101,25 +99,24 @@ def check_nodes(
     for name, value in named:
         check_index(name, value, q)
     num_nodes = kv_len.shape[0]
-    check(
-        kv_indptr.shape[0] == num_nodes + 1,
-        f"kv_indptr must have num_nodes + 1 = {num_nodes + 1} entries, got {kv_indptr.shape[0]}",
-    )
-    check(
-        first_slot.shape[0] == num_nodes,
-        f"first_slot must have num_nodes = {num_nodes} entries, got {first_slot.shape[0]}",
-    )
-    check(q_indptr.shape[0] >= 1, "q_indptr must have num_seqs + 1 entries, got 0")
+    if kv_indptr.shape[0] != num_nodes + 1:
+        raise ValueError(
+            f"kv_indptr must have num_nodes + 1 = {num_nodes + 1} entries, got {kv_indptr.shape[0]}"
+        )
+    if first_slot.shape[0] != num_nodes:
+        raise ValueError(
+            f"first_slot must have num_nodes = {num_nodes} entries, got {first_slot.shape[0]}"
+        )
+    if q_indptr.shape[0] < 1:
+        raise ValueError("q_indptr must have num_seqs + 1 entries, got 0")
 
 
 def check_leaves(leaves: Tensor, q_indptr: Tensor, like: Tensor) -> None:
     """`leaves` [num_seqs]: one node per sequence."""
     check_index("leaves", leaves, like)
     num_seqs = q_indptr.shape[0] - 1
-    check(
-        leaves.shape[0] == num_seqs,
-        f"leaves must have num_seqs = {num_seqs} entries, got {leaves.shape[0]}",
-    )
+    if leaves.shape[0] != num_seqs:
+        raise ValueError(f"leaves must have num_seqs = {num_seqs} entries, got {leaves.shape[0]}")
 
 
 def check_readers(reader_indptr: Tensor, readers: Tensor, kv_len: Tensor, like: Tensor) -> None:
@@ -127,8 +124,8 @@ def check_readers(reader_indptr: Tensor, readers: Tensor, kv_len: Tensor, like: 
     check_index("reader_indptr", reader_indptr, like)
     check_index("readers", readers, like)
     num_nodes = kv_len.shape[0]
-    check(
-        reader_indptr.shape[0] == num_nodes + 1,
-        f"reader_indptr must have num_nodes + 1 = {num_nodes + 1} entries, "
-        f"got {reader_indptr.shape[0]}",
-    )
+    if reader_indptr.shape[0] != num_nodes + 1:
+        raise ValueError(
+            f"reader_indptr must have num_nodes + 1 = {num_nodes + 1} entries, "
+            f"got {reader_indptr.shape[0]}"
+        )

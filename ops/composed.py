@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .checks import check
 from .merge import merge_state
 
 
@@ -96,10 +95,8 @@ def read_ids(name: str, ids: Tensor, count: int) -> list[int]:
     """Ids of nodes or sequences as host values, checked to be below `count`."""
     values = ids.tolist()
     lowest, highest = min(values, default=0), max(values, default=-1)
-    check(
-        lowest >= 0 and highest < count,
-        f"{name} must be in [0, {count}), got {lowest} to {highest}",
-    )
+    if not (lowest >= 0 and highest < count):
+        raise ValueError(f"{name} must be in [0, {count}), got {lowest} to {highest}")
     return values
 
 
@@ -118,7 +115,8 @@ def prefix_attention(
     started: set[int] = set()  # sequences whose state is no longer empty
     for n, node in enumerate(nodes):
         seqs = readers[reader_indptr[n] : reader_indptr[n + 1]]
-        check(seqs == sorted(set(seqs)), f"readers of node {n} must ascend, got {seqs}")
+        if seqs != sorted(set(seqs)):
+            raise ValueError(f"readers of node {n} must ascend, got {seqs}")
         if not seqs or not node.kv_len:
             continue
         rows = _token_rows(q_indptr, seqs, q.device)
@@ -150,11 +148,11 @@ def suffix_attention(
     for seq, leaf in enumerate(leaves):
         q_len, node = q_indptr[seq + 1] - q_indptr[seq], nodes[leaf]
         if q_len and node.kv_len:
-            check(
-                q_len <= node.kv_len,
-                f"kv_len[{leaf}] must cover the {q_len} query tokens of sequence {seq}, "
-                f"got {node.kv_len}",
-            )
+            if q_len > node.kv_len:
+                raise ValueError(
+                    f"kv_len[{leaf}] must cover the {q_len} query tokens of sequence {seq}, "
+                    f"got {node.kv_len}"
+                )
             alike[q_len, node.kv_len, node.first_slot].append(seq)
     for (q_len, _, _), seqs in alike.items():
         batch = [nodes[leaves[seq]] for seq in seqs]

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check, check_state
+from .checks import check_state
 from .library import define
 
 
@@ -105,19 +105,19 @@ def _is_empty(lse: Tensor) -> Tensor:
 def _check_pair(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> None:
     check_state(out_a, lse_a, "_a")
     check_state(out_b, lse_b, "_b")
-    check(
-        out_a.shape == out_b.shape,
-        f"out_b must have shape {tuple(out_a.shape)} like out_a, got {tuple(out_b.shape)}",
-    )
-    check(out_a.dtype == out_b.dtype, f"out_b must be {out_a.dtype} like out_a, got {out_b.dtype}")
-    check(
-        out_a.device == out_b.device,
-        f"out_b must be on {out_a.device} like out_a, got {out_b.device}",
-    )
+    if out_a.shape != out_b.shape:
+        raise ValueError(
+            f"out_b must have shape {tuple(out_a.shape)} like out_a, got {tuple(out_b.shape)}"
+        )
+    if out_a.dtype != out_b.dtype:
+        raise ValueError(f"out_b must be {out_a.dtype} like out_a, got {out_b.dtype}")
+    if out_a.device != out_b.device:
+        raise ValueError(f"out_b must be on {out_a.device} like out_a, got {out_b.device}")
 
 
 def _check_stack(out: Tensor, lse: Tensor) -> None:
-    check(out.ndim >= 2, f"out must be [num_states, ..., head_dim], got {out.ndim} dimensions")
+    if out.ndim < 2:
+        raise ValueError(f"out must be [num_states, ..., head_dim], got {out.ndim} dimensions")
     check_state(out, lse)
 
 
