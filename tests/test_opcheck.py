@@ -72,8 +72,14 @@ def test_tracing_refuses_what_running_refuses(name):
 
 def test_a_work_list_may_come_along():
     given = arguments("cascade_attention", FOREST, torch.float32, heads_first=False)
-    heads = {"num_q_heads": given["q"].shape[1], "num_kv_heads": given["k"].shape[1]}
-    of_tree = build(FOREST).args(ops.work_list) | heads | {"page_size": FOREST.page_size}
+    _, num_q_heads, head_dim = given["q"].shape
+    sizes = {
+        "page_size": FOREST.page_size,
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": given["k"].shape[1],
+        "head_dim": head_dim,
+    }
+    of_tree = build(FOREST).args(ops.work_list) | sizes
     torch.library.opcheck(overload("work_list"), (), of_tree)
     work = ops.work_list(**of_tree)
     torch.library.opcheck(overload("cascade_attention"), (), given | {"work": work})
