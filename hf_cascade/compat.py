@@ -62,9 +62,9 @@ class CascadeGenerate:
             if call.reason is not None:
                 self.cascade.fall_back(call, call.reason, type(self).__name__)
             out = super().generate(*args, **kwargs)  # type: ignore[misc]
-            cache = call.cache
-            if cache is not None and getattr(out, "past_key_values", None) is cache:
-                out.past_key_values = cache.hand_over(self.cascade.reclaim)
+            returned = getattr(out, "past_key_values", None)
+            if isinstance(returned, CascadeCache):  # a model may have dropped it on the way
+                out.past_key_values = returned.hand_over(self.cascade.reclaim)
                 call.is_handed_over = True
             return out
 

@@ -18,7 +18,6 @@ import logging
 import os
 import shutil
 import subprocess
-import sys
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -214,4 +213,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    _main()
