@@ -14,7 +14,15 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 
 from .errors import UnsupportedModelError
-from .ops import append_kv, merge_state, prefix_attention, suffix_attention
+from .ops import (
+    append_kv,
+    cascade_attention,
+    kernels,
+    merge_state,
+    prefix_attention,
+    suffix_attention,
+    work_list,
+)
 from .pages import PagePool
 from .plan import Layout, Plan, Query, build_layout, build_plan
 from .tree import UNKNOWN_TOKEN, KVTree, Node, token_bytes
@@ -47,6 +55,7 @@ class CascadeCache(Cache):
         self._max_new_tokens = 0
         self._step_shapes: tuple[int, int, int] | None = None
         self._plans: dict[torch.device, Plan] = {}
+        self._work_lists: dict[tuple[torch.device, int, int, int], Tensor] = {}
         self._recorded: tuple[Tensor, Tensor, int] | None = None
         self._updated: list[int] = []
         self._attended: list[int] = []
@@ -60,6 +69,8 @@ class CascadeCache(Cache):
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Store the KV recorded last, then attend: the cascade of the blog, in four ops.
+
+        Where kernels serve, those are one launch, whose work list all layers of the pass share.
 
         Args:
             query: [batch, num_q_heads, q_len, head_dim]; batch x q_len are the pass's tokens.
@@ -75,6 +86,13 @@ class CascadeCache(Cache):
         q, k, v = (_packed(x).to(value.dtype) for x in (query, key, value))
         plan = self._plan_on(v.device)
         k_pool, v_pool = self.pool.layer(layer_idx, k, v)
+        self._attended.append(layer_idx)
+        if not torch.compiler.is_compiling() and kernels.serve(k_pool):
+            out, _ = cascade_attention(
+                q, k, v, k_pool, v_pool, plan.slots, *plan.nodes, plan.leaves,
+                plan.reader_indptr, plan.readers, scaling, self._work_list(plan, q, k_pool),
+            )  # fmt: skip
+            return out.unflatten(0, (query.shape[0], query.shape[2]))
         append_kv(k, v, k_pool, v_pool, plan.slots)
         out, lse = suffix_attention(q, k_pool, v_pool, *plan.nodes, plan.leaves, scaling)
         if plan.has_prefix:
@@ -82,7 +100,6 @@ class CascadeCache(Cache):
                 q, k_pool, v_pool, *plan.nodes, plan.reader_indptr, plan.readers, scaling
             )
             out, lse = merge_state(*prefix, out, lse)
-        self._attended.append(layer_idx)
         return out.unflatten(0, (query.shape[0], query.shape[2]))
 
     def end(self) -> None:
@@ -159,6 +176,7 @@ class CascadeCache(Cache):
     def _start_pass(self, layout: Layout) -> None:
         self.pool.grow()
         self._layout = layout
+        self._work_lists.clear()
         self._updated.clear()
         self._attended.clear()
 
@@ -214,6 +232,22 @@ class CascadeCache(Cache):
     def hand_over(self, on_close: Callable[[KVTree], None]) -> ReturnedCache:
         """The cache as the caller of `generate` gets it; it keeps the pages until dropped."""
         return ReturnedCache(self, on_close)
+
+    def _work_list(self, plan: Plan, q: Tensor, k_pool: Tensor) -> Tensor:
+        _, num_kv_heads, page_size, head_dim = k_pool.shape
+        key = (q.device, q.shape[1], num_kv_heads, head_dim)
+        if key not in self._work_lists:
+            self._work_lists[key] = work_list(
+                *plan.nodes,
+                plan.leaves,
+                plan.reader_indptr,
+                plan.readers,
+                page_size=page_size,
+                num_q_heads=q.shape[1],
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+            )
+        return self._work_lists[key]
 
     def _plan_on(self, device: torch.device) -> Plan:
         if device not in self._plans:  # the first pass; prefill meets all of a split model's

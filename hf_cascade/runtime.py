@@ -16,6 +16,7 @@ from torch import Tensor
 from .cache import CascadeCache
 from .errors import CascadeFallbackWarning, UnsupportedCallError
 from .fuse import FusePass
+from .ops import kernels
 from .pages import PageAllocator, PagePool
 from .stats import GenerateStats
 from .tree import KVTree
@@ -195,5 +196,10 @@ class Call:
             decode_steps=self.decode_steps if cache is None else cache.decode_steps,
             kv_bytes=0 if cache is None else allocator.peak_pages_in_use * page_bytes,
             kv_bytes_unshared=stored_tokens * page_bytes // allocator.page_size,
-            backend="stock" if cache is None else f"torch/{self.device.type}",
+            backend="stock" if cache is None else self._backend(cache),
         )
+
+    def _backend(self, cache: CascadeCache) -> str:
+        k_pools = [k_pool for k_pool, _ in cache.pool.layers()]
+        served_by = "kernels" if all(map(kernels.serve, k_pools)) else "torch"
+        return f"{served_by}/{self.device.type}"

@@ -20,7 +20,8 @@ class GenerateStats:
         kv_bytes: most bytes of pages in use at once, K and V, all layers; 0 on the stock path.
         kv_bytes_unshared: bytes that the same tokens hold when no row shares any; 0 on the stock
             path.
-        backend: what computed attention: "torch/cpu" is torch operators on the CPU.
+        backend: what computed attention and where: "kernels/cuda" is the CUDA kernels of csrc/,
+            "torch/cpu" torch operators on the CPU; "stock" on the stock path.
     """
 
     path: Literal["cascade", "stock"]

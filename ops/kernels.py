@@ -26,7 +26,10 @@ from pathlib import Path
 
 import torch
 
-HEAD_DIMS = (64, 80, 96, 128, 256)  # as in csrc/cascade_attention.cu
+# As in csrc/cascade_attention.cu.
+HEAD_DIMS = (64, 80, 96, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = (torch.float16, torch.bfloat16)
 FLAGS = ("-std=c++17", "-O3", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020b000000000000")
 WARNINGS = ("-Wall", "-Wextra", "-Werror")
 TARGETS = ("80", "90a")  # what a library made ahead of time runs on; newer GPUs take 80 as PTX
@@ -51,6 +54,13 @@ def load() -> Status:
     """Load the kernels, building them if they are missing. Tries once a process."""
     found = status()
     return found if found.library else _load(build_missing=True)
+
+
+def serve(pool: torch.Tensor) -> bool:
+    """Whether kernels, not torch operators, compute attention over this K or V pool."""
+    _, _, page_size, head_dim = pool.shape
+    fits = pool.dtype in DTYPES and head_dim in HEAD_DIMS and page_size in PAGE_SIZES
+    return pool.is_cuda and fits and load().library is not None
 
 
 def source_folder() -> Path:
