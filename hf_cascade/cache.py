@@ -266,6 +266,10 @@ class ReturnedCache(DynamicCache):
         self._pages: _Pages | None = _Pages(cache, on_close)
         super().__init__()
 
+    def __reduce_ex__(self, protocol):
+        _ = self.layers  # copies and pickles are of the gathered rows, never of the page pool
+        return super().__reduce_ex__(protocol)
+
     @property
     def layers(self) -> list:
         if self._pages is not None:

@@ -56,6 +56,8 @@ class CascadeGenerate:
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
         with self.cascade.call() as call:
+            if not isinstance(self, CascadeGenerate):  # unpatched while this call waited
+                return self.generate(*args, **kwargs)
             # Rows that are over may still be looked at by what the user brings along.
             call.may_close_rows = len(args) <= 2 and not any(map(kwargs.get, _ROW_READERS))
             call.reason = _call_obstacle_before(kwargs)
@@ -68,6 +70,22 @@ class CascadeGenerate:
                 call.is_handed_over = True
             return out
 
+    def _prepare_generated_length(
+        self, generation_config, *args, inputs_tensor, input_ids_length, **kwargs
+    ):
+        # The last hook that sees the prompt before the cache is prepared.
+        call = self.cascade.current
+        if call is not None and input_ids_length in (0, inputs_tensor.shape[1]):
+            copies = max(generation_config.num_beams, generation_config.num_return_sequences)
+            call.prompt_shape = (inputs_tensor.shape[0] * copies, inputs_tensor.shape[1])
+        return super()._prepare_generated_length(  # type: ignore[misc]
+            generation_config,
+            *args,
+            inputs_tensor=inputs_tensor,
+            input_ids_length=input_ids_length,
+            **kwargs,
+        )
+
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
@@ -75,7 +93,7 @@ class CascadeGenerate:
         reason = None
         if call is not None:
             reason = call.reason or call_obstacle(
-                self, generation_config, model_kwargs, generation_mode.value
+                self, generation_config, model_kwargs, generation_mode.value, call.prompt_shape
             )
             if reason is not None and call.reason is None:
                 self.cascade.fall_back(call, reason, type(self).__name__)

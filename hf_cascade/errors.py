@@ -28,8 +28,8 @@ class OutOfPagesError(CascadeError):
         self.needed, self.available, self.max_pages = needed, available, max_pages
         super().__init__(
             f"{needed} pages are needed, {available} of max_pages={max_pages} are available; "
-            "raise max_pages in hf_cascade.patch, or lower num_return_sequences, the batch size "
-            "or max_new_tokens"
+            "raise max_pages in hf_cascade.patch, lower num_return_sequences, the batch size or "
+            "max_new_tokens, or drop past_key_values that earlier calls returned"
         )
 
     def __reduce__(self):

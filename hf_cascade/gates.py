@@ -69,7 +69,7 @@ def model_obstacles(model: Any, stock_generate: type) -> list[str]:
             obstacles.append(f"its forward takes no {name}")
     if getattr(architecture, "_is_stateful", False):
         obstacles.append("it keeps a recurrent state")
-    return obstacles + _config_obstacles(config) + _module_obstacles(model)
+    return obstacles + _config_obstacles(config) + _module_obstacles(model.get_decoder())
 
 
 def _module_obstacles(model: torch.nn.Module) -> list[str]:
@@ -110,6 +110,7 @@ def call_obstacle(
     generation_config: Any,
     model_kwargs: dict[str, Any],
     generation_mode: str,
+    prompt_shape: tuple[int, int] | None,
 ) -> str | None:
     """Why one `generate` call must fall back to stock; None if it need not.
 
@@ -118,13 +119,14 @@ def call_obstacle(
         generation_config: the call's, with max_length set.
         model_kwargs: the model's inputs, expanded to rows, before a cache is prepared.
         generation_mode: the value of transformers' GenerationMode.
+        prompt_shape: rows and columns of the prompt batch; None where ids and embeddings differ.
     """
     return (
         _mode_obstacle(generation_config, generation_mode)
         or _kwargs_obstacle(model_kwargs)
         or _config_call_obstacle(model, generation_config, model_kwargs)
         or _model_state_obstacle(model)
-        or _mask_obstacle(model_kwargs)
+        or _mask_obstacle(model_kwargs, prompt_shape)
     )
 
 
@@ -205,14 +207,22 @@ def _has_row_adapters(model: torch.nn.Module) -> bool:
     return bool(names & {"_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook"})
 
 
-def _mask_obstacle(model_kwargs: dict[str, Any]) -> str | None:
+def _mask_obstacle(
+    model_kwargs: dict[str, Any], prompt_shape: tuple[int, int] | None
+) -> str | None:
+    if prompt_shape is None:
+        return "input_ids and inputs_embeds of different lengths"
     mask = model_kwargs.get("attention_mask")
     position_ids = model_kwargs.get("position_ids")
     if mask is None:
         return None if position_ids is None else _position_obstacle(position_ids, None)
     if mask.ndim != 2:
         return f"an attention_mask of {mask.ndim} dimensions"
+    if tuple(mask.shape) != prompt_shape:
+        return f"an attention_mask of shape {tuple(mask.shape)} for prompts of {prompt_shape}"
     present = mask != 0
+    if bool((present & (mask != 1)).any()):
+        return "an attention_mask with values other than 0 and 1"
     if not bool(present[:, -1].all()):
         return "an attention_mask that hides the last token of a row (right padding?)"
     if bool((present[:, 1:] < present[:, :-1]).any()):

@@ -45,6 +45,7 @@ def patch(
         strict: raise UnsupportedCallError instead of falling back.
         compile: run the decode steps of sampling and greedy search through torch.compile, with
             cascades fused (`fuse_pass`). The first call takes long; later ones reuse its graph.
+            Needs torch 2.13 or newer.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:
@@ -79,11 +80,12 @@ def unpatch(model: Model) -> Model:
     """
     base = _base_model(model)
     if isinstance(base, CascadeGenerate):
-        base.cascade.release()
-        del base.cascade
-        for name in COMPILED_ATTRIBUTES:
-            vars(base).pop(name, None)
-        base.__class__ = original_class(type(base))
+        with base.cascade.lock:  # not under a call of another thread
+            base.cascade.release()
+            del base.cascade
+            for name in COMPILED_ATTRIBUTES:
+                vars(base).pop(name, None)
+            base.__class__ = original_class(type(base))
     return model
 
 

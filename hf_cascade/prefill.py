@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -85,8 +86,8 @@ def packed_prefill(
         stop = start + sum(lengths)
         # Which packed tokens of this chunk end a prompt: those that the model needs logits of.
         wanted = {
-            sum(lengths[: i + 1]) - 1: last_of[query.node]
-            for i, query in enumerate(chunk)
+            chunk_end - 1: last_of[query.node]
+            for chunk_end, query in zip(accumulate(lengths), chunk, strict=True)
             if query.node in last_of and query.stop == query.node.kv_len
         }
         chunk_logits = _forward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import warnings
 from collections import deque
@@ -11,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from .cache import CascadeCache
@@ -23,6 +25,8 @@ from .tree import KVTree
 
 logger = logging.getLogger("hf_cascade")
 
+# Dynamo of torch 2.11 does not trace a config whose `_attn_implementation` is a subclass of str.
+LOWEST_TORCH_TO_COMPILE = Version("2.13.0")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -40,6 +44,11 @@ class Options:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
         if self.max_pages is not None and self.max_pages < 1:
             raise ValueError(f"max_pages must be at least 1 or None, got {self.max_pages}")
+        if self.compile and Version(torch.__version__) < LOWEST_TORCH_TO_COMPILE:
+            raise ValueError(
+                f"compile=True needs torch {LOWEST_TORCH_TO_COMPILE} or newer, "
+                f"{torch.__version__} is installed"
+            )
 
 
 class Cascade:
@@ -51,8 +60,8 @@ class Cascade:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.fusion = FusePass()
-        self._lock = threading.RLock()
-        self._strict = options.strict
+        self.lock = threading.RLock()
+        self._in_strict = threading.local()  # depth of `strict()` contexts in this thread
         # The running call last; there are several where generate runs inside generate.
         self._calls: list[Call] = []
         self._stats: GenerateStats | None = None
@@ -81,26 +90,30 @@ class Cascade:
 
         Caches returned by earlier calls stay usable and keep the memory they need.
         """
-        with self._lock:
+        with self.lock:
             if self._calls:
                 raise RuntimeError("release() during generate: the pages are in use")
             self._new_pool()
 
     @contextmanager
     def strict(self) -> Iterator[None]:
-        """Within this context a call that would fall back raises UnsupportedCallError."""
-        before, self._strict = self._strict, True
+        """Within this context, in this thread, a call that would fall back is an error.
+
+        It raises UnsupportedCallError.
+        """
+        depth = getattr(self._in_strict, "depth", 0)
+        self._in_strict.depth = depth + 1
         try:
             yield
         finally:
-            self._strict = before
+            self._in_strict.depth -= 1
 
     # What the generate hooks use
 
     @contextmanager
     def call(self) -> Iterator[Call]:
         """One `generate` call: exclusive, and whatever happens inside, every page comes back."""
-        with self._lock:
+        with self.lock:
             self._drain()
             call = Call()
             if not self._calls:
@@ -134,10 +147,11 @@ class Cascade:
         """
         call.reason = reason
         message = f"{model_name}.generate runs without shared prefixes: {reason}"
-        if self._strict:
+        if self.options.strict or getattr(self._in_strict, "depth", 0) > 0:
             raise UnsupportedCallError(message)
-        if reason not in self._warned:
-            self._warned.add(reason)
+        kind = re.sub(r"\d+", "#", reason)  # a length in the reason doesn't make it another one
+        if kind not in self._warned:
+            self._warned.add(kind)
             warnings.warn(message, CascadeFallbackWarning, stacklevel=2)
 
     def reclaim(self, tree: KVTree) -> None:
@@ -175,11 +189,12 @@ class Call:
         self.prefill_tokens = 0
         self.decode_steps = 0
         self.device = torch.device("cpu")
+        self.prompt_shape: tuple[int, int] | None = None  # rows and columns, padding included
 
     def count_prompt(self, attention_mask: Tensor | None, rows: Tensor) -> None:
         """Count what stock generate would forward; `rows` is [batch, length, ..]."""
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-            self.prompt_tokens = int(attention_mask.sum())
+            self.prompt_tokens = int((attention_mask != 0).sum())
         else:
             self.prompt_tokens = rows.shape[0] * rows.shape[1]
         self.device = rows.device

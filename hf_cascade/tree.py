@@ -316,7 +316,7 @@ class KVTree:
             _quantity(sum(root.num_sequences for root in self.roots), "sequence"),
             _quantity(len({page for node in nodes for page in node.pages}), "page") + " in use",
         ]
-        return "\n".join(["KV tree: " + ", ".join(totals), *_lines(self.roots, 0, "")])
+        return "\n".join(["KV tree: " + ", ".join(totals), *_lines(self.roots)])
 
     # Helpers
 
@@ -421,14 +421,22 @@ def _depth_first(siblings: Sequence[Node]) -> Iterator[Node]:
         waiting += reversed(node.children)
 
 
-def _lines(siblings: Sequence[Node], level: int, indent: str) -> Iterator[str]:
-    runs = groupby(siblings, lambda node: (_label(node), node if node.children else None))
-    alike = [list(run) for _, run in runs]
-    for run in alike:
-        tee, bar = ("└─ ", "   ") if run is alike[-1] else ("├─ ", "│  ")
+def _lines(roots: Sequence[Node]) -> Iterator[str]:
+    """Depth first, like `_depth_first`, over runs of siblings that look alike."""
+    waiting = [("", run, is_last) for run, is_last in _runs_backwards(roots)]
+    while waiting:
+        indent, run, is_last = waiting.pop()
+        tee, bar = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
         count = f"  x {len(run)}" if len(run) > 1 else ""
-        yield f"{indent}{tee}level {level}: {_label(run[0])}{count}"
-        yield from _lines(run[0].children, level + 1, indent + bar)
+        yield f"{indent}{tee}level {len(indent) // 3}: {_label(run[0])}{count}"
+        children = _runs_backwards(run[0].children)
+        waiting += [(indent + bar, below, is_last) for below, is_last in children]
+
+
+def _runs_backwards(siblings: Sequence[Node]) -> list[tuple[list[Node], bool]]:
+    grouped = groupby(siblings, lambda node: (_label(node), node if node.children else None))
+    runs = [list(run) for _, run in grouped]
+    return [(run, run is runs[-1]) for run in reversed(runs)]
 
 
 def _label(node: Node) -> str:

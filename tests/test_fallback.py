@@ -10,6 +10,7 @@ import ast
 import copy
 import inspect
 import re
+import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -165,6 +166,14 @@ CASES = {
         inputs=mask("11111111", "11111100"),
     ),
     "holes": Case("an attention_mask with holes", inputs=mask("11111111", "11100111")),
+    "a mask that is too long": Case(
+        "an attention_mask of shape (2, 10) for prompts of (2, 8)",
+        inputs=mask("11111111", "11111111") | {"attention_mask": torch.ones(2, 10).long()},
+    ),
+    "a mask of other numbers": Case(
+        "an attention_mask with values other than 0 and 1",
+        inputs=mask("11111111", "22222222"),
+    ),
     "a hole after padding": Case("an attention_mask with holes", inputs=mask("00110111")),
     "positions": Case(
         "custom position_ids", given(position_ids=torch.arange(len(DOCUMENT))[None] * 2),
@@ -480,11 +489,63 @@ def reasons_in(module) -> list[str]:
     return texts
 
 
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"attention_mask": torch.ones(2, 6).long()},
+        {"inputs_embeds": torch.randn(2, 11, 32)},
+    ],
+    ids=list,
+)
+def test_what_stock_refuses_is_refused(unfit):
+    inputs = mask("11111111", "11111111") | unfit
+    for model in (new_model(), hf_cascade.patch(new_model())):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CascadeFallbackWarning)
+            with pytest.raises(RuntimeError):
+                model.generate(**inputs, max_new_tokens=3)
+
+
+def test_a_length_in_the_reason_does_not_warn_again():
+    model = hf_cascade.patch(new_model("mistral", sliding_window=8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for length in range(10, 14):
+            run(model, **batch(tokens(length)))
+    assert sum(warning.category is CascadeFallbackWarning for warning in caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore::hf_cascade.CascadeFallbackWarning")
+def test_strict_contexts_may_overlap_and_end_at_their_thread():
+    cascade = hf_cascade.patch(new_model()).cascade
+    first, second = cascade.strict(), cascade.strict()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+
+    def falls_back(call) -> bool:
+        try:
+            cascade.fall_back(call, "a reason", "Model")
+        except UnsupportedCallError:
+            return False
+        return True
+
+    assert not falls_back(SimpleNamespace())
+    seen: list[bool] = []
+    thread = threading.Thread(target=lambda: seen.append(falls_back(SimpleNamespace())))
+    thread.start()
+    thread.join()
+    assert seen == [True]
+    second.__exit__(None, None, None)
+    assert falls_back(SimpleNamespace())
+
+
 def test_every_reason_has_a_case():
     reasons = reasons_in(gates)
     assert len(reasons) > 12
     known = [case.reason for case in CASES.values()]
     known += ["the model assists another one", OWN_ADAPTERS]
+    known += ["input_ids and inputs_embeds of different lengths"]
     known += ["position_ids of 3 dimensions", "an attention_mask of 4 dimensions"]
     missing = [
         reason for reason in reasons if not any(re.fullmatch(reason, case) for case in known)

@@ -270,3 +270,25 @@ def test_under_autocast_it_is_of_use_too():
         first = run(hf_cascade.patch(new_model(), strict=True), **RAGGED, **CACHED)
         more = continued(new_model(), first, do_sample=True)
     assert more.sequences.shape[1] == first.sequences.shape[1] + 8
+
+
+def test_a_pickle_of_it_has_its_own_rows_and_nothing_else():
+    """Never the page pool, which holds what other calls stored."""
+    model = hf_cascade.patch(new_model())
+    run(model, **batch(*(tokens(300, seed=i) for i in range(4))))
+    returned = run(model, **batch(tokens(5)), return_dict_in_generate=True).out
+    cache = returned.past_key_values
+    pickled = pickle.dumps(cache)
+    assert len(pickled) < 20_000
+    assert model.cascade.allocator.pages_in_use > 0
+    assert pickle.loads(pickled).get_seq_length() == cache.get_seq_length()
+
+
+def test_shallow_copies_of_it_do_not_grow():
+    model = hf_cascade.patch(new_model())
+    returned = run(model, **batch(tokens(5)), return_dict_in_generate=True).out
+    cache = returned.past_key_values
+    length = cache.get_seq_length()
+    shallow = copy.copy(cache)
+    assert [layer.keys.shape[2] for layer in shallow.layers] == [length] * len(shallow.layers)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [length] * len(cache.layers)

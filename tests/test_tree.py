@@ -831,3 +831,10 @@ def test_nodes_come_depth_first_and_deep_trees_are_fine():
     assert path_ids(tree, leaf) == list(range(3000))
     tree.clear()
     assert allocator.pages_in_use == 0
+
+
+def test_a_very_deep_tree_can_be_described():
+    tree = KVTree(PageAllocator(16))
+    row = list(range(3, 1503))
+    tree.open_leaves(tree.insert([token_bytes(row[:end]) for end in range(1, 1501)]))
+    assert tree.describe().count("\n") >= 1500
