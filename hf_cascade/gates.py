@@ -188,12 +188,13 @@ def _model_state_obstacle(model: Any) -> str | None:
     if model.training:
         if getattr(model, "is_gradient_checkpointing", False):
             return "gradient checkpointing in training mode, which drops the cache"
-        attention_dropout = getattr(model.config, "attention_dropout", 0.0)
+        config = model.config.get_text_config(decoder=True)
+        attention_dropout = getattr(config, "attention_dropout", 0.0)
         if attention_dropout or any(
             isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()
         ):
             return "dropout in training mode; call model.eval()"
-        if getattr(model.config, "router_jitter_noise", 0.0):
+        if getattr(config, "router_jitter_noise", 0.0):
             return "noise in the router in training mode; call model.eval()"
     if _has_row_adapters(model):
         return "PEFT adapters that differ between rows or tokens"

@@ -13,7 +13,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 from models import RAGGED, assert_same, new_model, parity, randomize, run
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaModel,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 import hf_cascade
 from hf_cascade import CascadeError, CascadeFallbackWarning, UnsupportedModelError, compat
@@ -77,6 +86,24 @@ def test_a_model_is_refused_or_right(name):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", CascadeFallbackWarning)
             assert_same(run(stock, **sampled), run(model, **sampled))
+
+
+def test_a_vision_language_model_shares_text_and_leaves_pictures_to_stock():
+    """Its vision tower is not causal, which is nothing to the decoder."""
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "image_size": 8}
+    config = LlavaConfig(
+        text_config=LlamaConfig(**text, num_attention_heads=4, initializer_range=0.4),
+        vision_config=CLIPVisionConfig(**vision, num_attention_heads=2, patch_size=4),
+        image_token_index=63,
+    )
+    model = randomize(LlavaForConditionalGeneration(config).eval())
+    parity(model, **RAGGED, do_sample=True, num_return_sequences=2)
+    patched = hf_cascade.patch(model)
+    pixels = torch.zeros(1, 3, 8, 8)
+    rows = {"input_ids": torch.tensor([[5, 63, 63, 63, 63, 7]]), "pixel_values": pixels}
+    with pytest.warns(CascadeFallbackWarning, match="pixel_values"):
+        run(patched, **rows)
 
 
 # name: (changes of the config, what the refusal says)
