@@ -68,9 +68,10 @@ class CascadeCache(Cache):
         self._plans = {device: build_plan(self._layout, device) for device in self._plans}
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """Store the KV recorded last, then attend: the cascade of the blog, in four ops.
+        """Store the KV recorded last, then attend: the cascade of the blog.
 
-        Where kernels serve, those are one launch, whose work list all layers of the pass share.
+        Eagerly that is one op. Under torch.compile it is the blog's four, for `fuse_pass` to fuse
+        as it does in any code that composes them.
 
         Args:
             query: [batch, num_q_heads, q_len, head_dim]; batch x q_len are the pass's tokens.
@@ -87,7 +88,7 @@ class CascadeCache(Cache):
         plan = self._plan_on(v.device)
         k_pool, v_pool = self.pool.layer(layer_idx, k, v)
         self._attended.append(layer_idx)
-        if not torch.compiler.is_compiling() and kernels.serve(k_pool):
+        if not torch.compiler.is_compiling():
             out, _ = cascade_attention(
                 q, k, v, k_pool, v_pool, plan.slots, *plan.nodes, plan.leaves,
                 plan.reader_indptr, plan.readers, scaling, self._work_list(plan, q, k_pool),
@@ -233,7 +234,10 @@ class CascadeCache(Cache):
         """The cache as the caller of `generate` gets it; it keeps the pages until dropped."""
         return ReturnedCache(self, on_close)
 
-    def _work_list(self, plan: Plan, q: Tensor, k_pool: Tensor) -> Tensor:
+    def _work_list(self, plan: Plan, q: Tensor, k_pool: Tensor) -> Tensor | None:
+        """What all layers of the pass share; None where torch operators serve."""
+        if not kernels.serve(k_pool):
+            return None
         _, num_kv_heads, page_size, head_dim = k_pool.shape
         key = (q.device, q.shape[1], num_kv_heads, head_dim)
         if key not in self._work_lists:

@@ -216,8 +216,10 @@ def _cascade_attention(
 ):  # fmt: skip
     append_kv(k, v, k_pool, v_pool, slots)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
-    prefix = prefix_attention(q, k_pool, v_pool, *nodes, reader_indptr, readers, sm_scale)
-    suffix = suffix_attention(q, k_pool, v_pool, *nodes, leaves, sm_scale)
+    suffix = _suffix_attention(q, k_pool, v_pool, *nodes, leaves, sm_scale)
+    if not readers.shape[0]:
+        return suffix
+    prefix = _prefix_attention(q, k_pool, v_pool, *nodes, reader_indptr, readers, sm_scale)
     return merge_state(*prefix, *suffix)
 
 

@@ -64,7 +64,7 @@ each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 @each_architecture
 def test_parity_notices_a_lost_prefix(name, monkeypatch):
-    monkeypatch.setattr(hf_cascade.cache, "merge_state", lambda out, lse, *suffix: suffix)
+    monkeypatch.setattr(hf_cascade.ops.cascade, "merge_state", lambda out, lse, *suffix: suffix)
     with pytest.raises(AssertionError, match="tokens differ"):
         parity(new_model(name), **RAGGED, **SAMPLED)
 
