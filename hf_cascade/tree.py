@@ -18,8 +18,10 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, groupby, islice, pairwise, takewhile
+from itertools import accumulate, islice, pairwise, takewhile
 from typing import Protocol
+
+from .tree_text import describe_node, describe_tree
 
 UNKNOWN_TOKEN = -1
 """A token whose id the host never read. It matches nothing, not even another unknown token."""
@@ -64,7 +66,7 @@ class Node:
         return self.num_sequences == 1 and not self.children
 
     def __repr__(self) -> str:
-        return f"<Node: {_label(self)}>"
+        return f"<Node: {describe_node(self)}>"
 
 
 class KVTree:
@@ -309,14 +311,7 @@ class KVTree:
 
     def describe(self) -> str:
         """The tree as text, one line per node; leaves side by side that look alike share one."""
-        nodes = self.nodes()
-        totals = [
-            _quantity(len(nodes), "node"),
-            _quantity(sum(node.kv_len for node in nodes), "token"),
-            _quantity(sum(root.num_sequences for root in self.roots), "sequence"),
-            _quantity(len({page for node in nodes for page in node.pages}), "page") + " in use",
-        ]
-        return "\n".join(["KV tree: " + ", ".join(totals), *_lines(self.roots)])
+        return describe_tree(self.roots, self.nodes())
 
     # Helpers
 
@@ -419,34 +414,6 @@ def _depth_first(siblings: Sequence[Node]) -> Iterator[Node]:
         node = waiting.pop()
         yield node
         waiting += reversed(node.children)
-
-
-def _lines(roots: Sequence[Node]) -> Iterator[str]:
-    """Depth first, like `_depth_first`, over runs of siblings that look alike."""
-    waiting = [("", run, is_last) for run, is_last in _runs_backwards(roots)]
-    while waiting:
-        indent, run, is_last = waiting.pop()
-        tee, bar = ("└─ ", "   ") if is_last else ("├─ ", "│  ")
-        count = f"  x {len(run)}" if len(run) > 1 else ""
-        yield f"{indent}{tee}level {len(indent) // 3}: {_label(run[0])}{count}"
-        children = _runs_backwards(run[0].children)
-        waiting += [(indent + bar, below, is_last) for below, is_last in children]
-
-
-def _runs_backwards(siblings: Sequence[Node]) -> list[tuple[list[Node], bool]]:
-    grouped = groupby(siblings, lambda node: (_label(node), node if node.children else None))
-    runs = [list(run) for _, run in grouped]
-    return [(run, run is runs[-1]) for run in reversed(runs)]
-
-
-def _label(node: Node) -> str:
-    quantities = (node.kv_len, "token"), (node.num_sequences, "sequence"), (len(node.pages), "page")
-    first_slot = f" (first_slot {node.first_slot})" if node.first_slot else ""
-    return ", ".join(_quantity(*quantity) for quantity in quantities) + first_slot
-
-
-def _quantity(count: int, word: str) -> str:
-    return f"{count:,} {word}" + "s" * (count != 1)
 
 
 _UNKNOWN = token_bytes([UNKNOWN_TOKEN])

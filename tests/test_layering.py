@@ -24,9 +24,10 @@ def test_ops_know_torch_and_each_other(path):
     assert not outside({*STANDARD, "torch", "hf_cascade.ops"}, imports(path, "hf_cascade.ops"))
 
 
-@over_files("hf_cascade/tree.py")
-def test_the_tree_knows_the_standard_library(path):
-    assert not outside(STANDARD, imports(path, "hf_cascade"))
+@over_files("hf_cascade/tree*.py")
+def test_the_tree_knows_the_standard_library_and_itself(path):
+    own = {"hf_cascade.tree", "hf_cascade.tree_text"}
+    assert not outside({*STANDARD, *own}, imports(path, "hf_cascade"))
 
 
 @over_files("hf_cascade/**/*.py")
