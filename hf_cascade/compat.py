@@ -225,6 +225,17 @@ def cascade_class(original: type) -> type:
     return type(original.__name__, (CascadeGenerate, original), namespace)
 
 
+@functools.cache
 def original_class(patched: type) -> type:
-    """The class that `cascade_class` was made from."""
-    return patched.__mro__[2]
+    """The class of a patched model as it would be without `patch`.
+
+    Something else may have subclassed it since, as fully_shard of torch does; that stays.
+    """
+    if CascadeGenerate in patched.__bases__:
+        return patched.__bases__[1]
+    namespace = {k: v for k, v in vars(patched).items() if k not in ("__dict__", "__weakref__")}
+    bases = (
+        original_class(base) if issubclass(base, CascadeGenerate) else base
+        for base in patched.__bases__
+    )
+    return type(patched)(patched.__name__, tuple(bases), namespace)

@@ -140,6 +140,23 @@ def test_models_of_one_class_are_patched_one_by_one():
     assert second.cascade.stats is None
 
 
+def test_unpatch_keeps_what_was_mixed_in_since():
+    """As torch's fully_shard does it: a subclass of the model's class, made on the spot."""
+
+    class Sharded:
+        answer = 42
+
+    model = hf_cascade.patch(new_model(), strict=True)
+    expected = run(model, **SAMPLED)
+    model.__class__ = type("ShardedLlama", (Sharded, type(model)), {"own": True})
+    assert_same(expected, run(model, **SAMPLED))
+    hf_cascade.unpatch(model)
+    assert type(model).__name__ == "ShardedLlama"
+    assert type(model).__bases__ == (Sharded, LlamaForCausalLM)
+    assert (model.answer, model.own, hasattr(model, "cascade")) == (42, True, False)
+    assert_same(expected, run(model, **SAMPLED))
+
+
 def test_a_patched_model_can_be_collected():
     model = hf_cascade.patch(new_model())
     run(model, **SAMPLED, return_dict_in_generate=True)
