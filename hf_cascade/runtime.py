@@ -22,11 +22,10 @@ from .ops import kernels
 from .pages import PageAllocator, PagePool
 from .stats import GenerateStats
 from .tree import KVTree
+from .versions import LOWEST_TORCH_TO_COMPILE
 
 logger = logging.getLogger("hf_cascade")
 
-# Dynamo of torch 2.11 does not trace a config whose `_attn_implementation` is a subclass of str.
-LOWEST_TORCH_TO_COMPILE = Version("2.13.0")
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 

@@ -39,10 +39,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Status:
-    """Whether CUDA kernels serve the ops: `library` is None where not, and `reason` says why."""
+    """Whether CUDA kernels serve the ops: `library` is None where not, and `reason` says why.
+
+    `is_buildable`: they are missing, and nothing is known to keep `load` from building them.
+    """
 
     library: Path | None
     reason: str
+    is_buildable: bool = False
 
 
 def status() -> Status:
@@ -53,7 +57,12 @@ def status() -> Status:
 def load() -> Status:
     """Load the kernels, building them if they are missing. Tries once a process."""
     found = status()
-    return found if found.library else _load(build_missing=True)
+    if found.library:
+        return found
+    built = _load(build_missing=True)
+    if built.library:
+        _load.cache_clear()  # what `status` remembers is out of date
+    return built
 
 
 def serve(pool: torch.Tensor) -> bool:
@@ -112,6 +121,7 @@ def _load(build_missing: bool) -> Status:
             return Status(None, "this torch is built without CUDA")
         if not torch.cuda.is_available():
             return Status(None, "torch finds no CUDA device")
+        target = _device_target()
         if not source_folder().is_dir():
             return Status(None, f"the sources are missing from {source_folder()}")
         name = library_name()
@@ -119,12 +129,12 @@ def _load(build_missing: bool) -> Status:
         library = next((place for place in places if place.is_file()), None)
         if library is None:
             if not build_missing:
-                return Status(None, "not built yet")
+                return _missing()
             library = places[-1]
             _log.warning("building the CUDA kernels into %s; this takes minutes, once", library)
             # Built aside and moved into place: another process never sees half a library.
             scratch = library.with_suffix(f".{os.getpid()}.so")
-            build(scratch, targets=(_device_target(),))
+            build(scratch, targets=(target,))
             scratch.replace(library)
         torch.ops.load_library(str(library))
         return Status(library, f"loaded {library.name}")
@@ -132,6 +142,17 @@ def _load(build_missing: bool) -> Status:
         if build_missing:
             _log.warning("no CUDA kernels, torch operators serve instead: %s", error)
         return Status(None, str(error))
+
+
+def _missing() -> Status:
+    """What `status` is where there is no library: can it be built?"""
+    try:
+        _find_nvcc()
+        _find_ninja()
+        _find_host_compiler()
+    except RuntimeError as error:
+        return Status(None, f"not built, and they can't be: {error}")
+    return Status(None, "not built yet", is_buildable=True)
 
 
 def _cache_folder() -> Path:
@@ -162,6 +183,13 @@ def _find_ninja() -> str:
     if ninja is None:
         raise RuntimeError("ninja is not installed (pip install ninja)")
     return ninja
+
+
+def _find_host_compiler() -> str:
+    compiler = shutil.which(os.environ.get("NVCC_CCBIN", "g++"))
+    if compiler is None:
+        raise RuntimeError("nvcc finds no C++ compiler (g++ is not on PATH)")
+    return compiler
 
 
 def _ninja_file(

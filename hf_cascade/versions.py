@@ -1,0 +1,14 @@
+"""The versions that hf_cascade was tested with; pyproject.toml asks pip for the same."""
+
+from __future__ import annotations
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+TESTED_PYTHON = SpecifierSet(">=3.10")
+TESTED_TORCH = SpecifierSet(">=2.11,<2.14")
+# The hooks of `compat` are private to transformers: only what was tested can work.
+TESTED_TRANSFORMERS = SpecifierSet(">=5.17,<5.18")
+
+# Dynamo of torch 2.11 does not trace a config whose `_attn_implementation` is a subclass of str.
+LOWEST_TORCH_TO_COMPILE = Version("2.11.0")
