@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from .errors import UnsupportedModelError
 
 # transformers looks for "flash", "sdpa" and "flex" inside the name.
 ATTENTION_NAME = "hf_cascade"
-_switch_lock = threading.Lock()
 
 
 def cascade_attention_forward(
@@ -78,6 +78,21 @@ def cascade_mask(
     )
 
 
+@dataclass
+class _Switch:
+    """A config whose attention is switched now, and what it goes back to."""
+
+    config: PreTrainedConfig  # kept alive: its id is the key
+    before: str | None
+    users: int = 0
+
+
+# By id of the config. A name that knew what it stands for would do without the table, but the
+# compiler traces plain strings only.
+_switches: dict[int, _Switch] = {}
+_switch_lock = threading.Lock()
+
+
 @contextmanager
 def attention_switched(model: Any) -> Iterator[None]:
     """Within this context the model's attention goes through hf_cascade.
@@ -85,53 +100,55 @@ def attention_switched(model: Any) -> Iterator[None]:
     Configs may be shared by several models, and generate may run inside generate: each config
     goes back to its own implementation when its last user leaves.
     """
+    configs = _configs(model)
+    with _switch_lock:
+        for config in configs:
+            switch = _switches.setdefault(id(config), _Switch(config, config._attn_implementation))
+            switch.users += 1
+            config._attn_implementation_internal = ATTENTION_NAME
+    try:
+        yield
+    finally:
+        with _switch_lock:
+            for config in configs:
+                switch = _switches[id(config)]
+                switch.users -= 1
+                if not switch.users:
+                    del _switches[id(config)]
+                    config._attn_implementation_internal = switch.before
+
+
+def switched_configs(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:
+    """The model's configs that are switched now, with what each goes back to.
+
+    A copy of the model is not generating: `switch_back` sets its configs right.
+    """
+    with _switch_lock:
+        switches = [_switches.get(id(config)) for config in _configs(model)]
+    return [(switch.config, switch.before) for switch in switches if switch is not None]
+
+
+def switch_back(configs: Iterable[tuple[PreTrainedConfig, str | None]]) -> None:
+    """Undo the switch in copies of what `switched_configs` returned."""
+    for config, before in configs:
+        config._attn_implementation_internal = before
+
+
+def _configs(model: Any) -> list[PreTrainedConfig]:
     configs = {
         id(module.config): module.config
         for module in model.modules()
         if isinstance(getattr(module, "config", None), PreTrainedConfig)
     }
-    with _switch_lock:
-        for config in configs.values():
-            if not isinstance(config._attn_implementation, _Switched):
-                config._attn_implementation_internal = _Switched(config._attn_implementation)
-            config._attn_implementation.users += 1
-    try:
-        yield
-    finally:
-        with _switch_lock:
-            for config in configs.values():
-                switched = config._attn_implementation
-                switched.users -= 1
-                if not switched.users:
-                    config._attn_implementation_internal = switched.before
-
-
-class _Switched(str):
-    """`ATTENTION_NAME`, which knows the name it stands for; a copy or a pickle of it is that one.
-
-    So a model that is copied or saved while it generates does not stay switched.
-    """
-
-    before: str | None
-    users: int
-
-    def __new__(cls, before: str | None) -> _Switched:
-        switched = super().__new__(cls, ATTENTION_NAME)
-        switched.before, switched.users = before, 0
-        return switched
-
-    def __reduce__(self):
-        return _identity, (self.before,)
-
-
-def _identity(name: str | None) -> str | None:
-    return name
+    return list(configs.values())
 
 
 def _implementation_before(config: Any) -> str:
     implementation = getattr(config, "_attn_implementation", None)
-    if isinstance(implementation, _Switched):
-        implementation = implementation.before
+    if implementation == ATTENTION_NAME:
+        # Without an entry it is the copy of a config, made while its model was generating.
+        switch = _switches.get(id(config))
+        implementation = "sdpa" if switch is None else switch.before
     return implementation or "eager"
 
 

@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 import transformers
-from packaging.specifiers import SpecifierSet
 from torch import Tensor
 from transformers import CompileConfig, GenerationMixin
 from transformers.generation import StoppingCriteriaList
 
-from .attention import attention_switched
+from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
 from .prefill import packed_prefill, read_prompts
 from .runtime import Cascade
-
-# The versions of transformers that the hooks were tested with.
-TESTED_TRANSFORMERS = SpecifierSet(">=5.17,<5.18")
+from .versions import TESTED_TRANSFORMERS
 
 # Where transformers keeps a model's compiled call, which is bound to that very model.
 COMPILED_ATTRIBUTES = ("_compiled_call", "_last_compile_config")
@@ -51,7 +48,13 @@ class CascadeGenerate:
         reduced = super().__reduce_ex__(max(2, protocol))
         assert isinstance(reduced, tuple)
         state = {k: v for k, v in reduced[2].items() if k not in COMPILED_ATTRIBUTES}
+        state[_SWITCHED] = switched_configs(self)
         return _new_patched, (original_class(type(self)),), state, *reduced[3:]
+
+    def __setstate__(self, state):
+        state = dict(state)
+        switch_back(state.pop(_SWITCHED, ()))
+        super().__setstate__(state)  # type: ignore[misc]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
@@ -178,6 +181,7 @@ def _new_patched(original: type) -> Any:
     return patched.__new__(patched)
 
 
+_SWITCHED = "_hf_cascade_switched_configs"  # in the state of a copy
 _ROW_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 

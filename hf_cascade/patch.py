@@ -45,7 +45,6 @@ def patch(
         strict: raise UnsupportedCallError instead of falling back.
         compile: run the decode steps of sampling and greedy search through torch.compile, with
             cascades fused (`fuse_pass`). The first call takes long; later ones reuse its graph.
-            Needs torch 2.13 or newer.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:

@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 import torch
-from packaging.version import Version
 from torch import Tensor
 
 from .cache import CascadeCache
@@ -22,7 +21,6 @@ from .ops import kernels
 from .pages import PageAllocator, PagePool
 from .stats import GenerateStats
 from .tree import KVTree
-from .versions import LOWEST_TORCH_TO_COMPILE
 
 logger = logging.getLogger("hf_cascade")
 
@@ -43,11 +41,6 @@ class Options:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
         if self.max_pages is not None and self.max_pages < 1:
             raise ValueError(f"max_pages must be at least 1 or None, got {self.max_pages}")
-        if self.compile and Version(torch.__version__) < LOWEST_TORCH_TO_COMPILE:
-            raise ValueError(
-                f"compile=True needs torch {LOWEST_TORCH_TO_COMPILE} or newer, "
-                f"{torch.__version__} is installed"
-            )
 
 
 class Cascade:

@@ -10,5 +10,5 @@ TESTED_TORCH = SpecifierSet(">=2.11,<2.14")
 # The hooks of `compat` are private to transformers: only what was tested can work.
 TESTED_TRANSFORMERS = SpecifierSet(">=5.17,<5.18")
 
-# Dynamo of torch 2.11 does not trace a config whose `_attn_implementation` is a subclass of str.
+# torch.compile is tested from the first of them on.
 LOWEST_TORCH_TO_COMPILE = Version("2.11.0")
