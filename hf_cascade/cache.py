@@ -142,18 +142,24 @@ class CascadeCache(Cache):
         self._length = padded_length
 
     def begin_step(self) -> None:
-        """Plan a decode step: every live row's leaf grows by one token."""
-        live = [leaf for leaf in self.leaves if leaf is not None]
+        """Plan a decode step: every live row's leaf grows by one token.
+
+        With synced_gpus, steps go on until the last process is done. What this one computes after
+        its own last token is for nobody, and takes no pages.
+        """
+        is_done = self.decode_steps >= self._max_new_tokens
+        leaves = [None] * len(self.leaves) if is_done else self.leaves
+        live = [leaf for leaf in leaves if leaf is not None]
         self.tree.extend(live, [_UNKNOWN] * len(live))
-        queries = [_last_token(leaf) for leaf in self.leaves]
+        queries = [_last_token(leaf) for leaf in leaves]
         if self._is_compileable:
             self._begin_in_place(queries)
         else:
             self.begin(queries)
         self.decode_steps += 1
         self.row_steps += len(live)
-        self.longest_path += 1
-        self._length += 1
+        self.longest_path += not is_done
+        self._length += not is_done
 
     def _begin_in_place(self, queries: Sequence[Query | None]) -> None:
         """Like `begin`, with the tensors and the shapes of the first step in all later ones."""

@@ -87,6 +87,26 @@ def test_tokens_are_those_of_stock(
     assert torch.equal(ours, theirs)
 
 
+@pytest.mark.parametrize("disable_compile", [False, True])
+def test_steps_that_only_keep_other_processes_company_take_no_pages(
+    stock: PreTrainedModel, patched: PreTrainedModel, disable_compile: bool, monkeypatch
+) -> None:
+    """With synced_gpus every process runs the model until the last one is done."""
+    expected = generate(stock, 12, max_new_tokens=5)
+    generate(patched, 12, max_new_tokens=5, disable_compile=disable_compile)
+    pages = patched.cascade.allocator.peak_pages_in_use
+    rounds = iter(range(70))
+
+    def all_reduce(unfinished: torch.Tensor, op: object) -> None:
+        unfinished += next(rounds, None) is not None  # a peer that goes on for 70 steps
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    options = {"max_new_tokens": 5, "synced_gpus": True, "disable_compile": disable_compile}
+    assert torch.equal(generate(patched, 12, **options), expected)
+    assert patched.cascade.stats.decode_steps == 69
+    assert patched.cascade.allocator.peak_pages_in_use == pages
+
+
 def test_it_works_in_another_thread(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
     results: list[torch.Tensor] = []
     thread = threading.Thread(
