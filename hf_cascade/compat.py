@@ -229,7 +229,6 @@ def cascade_class(original: type) -> type:
     return type(original.__name__, (CascadeGenerate, original), namespace)
 
 
-@functools.cache
 def original_class(patched: type) -> type:
     """The class of a patched model as it would be without `patch`.
 
