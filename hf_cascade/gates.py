@@ -80,6 +80,9 @@ def _module_obstacles(model: torch.nn.Module) -> list[str]:
         "its attention makes masks of its own": any(
             hasattr(m, "prepare_dynamic_mask") for m in modules
         ),
+        "its layers are spread over processes (pipeline parallelism)": any(
+            type(m).__name__ == "PipelineIdentityLayer" for m in modules
+        ),
     }
     return [reason for reason, is_so in found.items() if is_so]
 

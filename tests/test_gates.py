@@ -23,6 +23,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 import hf_cascade
 from hf_cascade import CascadeError, CascadeFallbackWarning, UnsupportedModelError, compat
@@ -174,6 +175,14 @@ def test_attention_that_is_not_causal_is_refused_wherever_it_is_declared():
         declare(model)
         with pytest.raises(UnsupportedModelError, match="causal"):
             hf_cascade.patch(model)
+
+
+def test_a_stage_of_a_pipeline_is_refused():
+    """transformers replaces the layers of other processes by these."""
+    model = new_model()
+    model.model.layers[1] = PipelineIdentityLayer()
+    with pytest.raises(UnsupportedModelError, match="pipeline parallelism"):
+        hf_cascade.patch(model)
 
 
 @pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), None, "gpt2", object()], ids=repr)
