@@ -152,7 +152,9 @@ def _kwargs_obstacle(model_kwargs: dict[str, Any]) -> str | None:
     if model_kwargs.get("past_key_values") is not None:
         return "past_key_values were passed in"
     for key, value in model_kwargs.items():
-        if key not in _CALL_KWARGS and value is not None:
+        # A vision-language model without a picture has an empty dict of encoder outputs.
+        is_absent = value is None or (isinstance(value, dict) and not value)
+        if key not in _CALL_KWARGS and not is_absent:
             return f"the argument {key}"
     if model_kwargs.get("logits_to_keep", 1) != 1:
         return f"logits_to_keep={model_kwargs['logits_to_keep']!r}"
@@ -219,7 +221,7 @@ def _mask_obstacle(
     mask = model_kwargs.get("attention_mask")
     position_ids = model_kwargs.get("position_ids")
     if mask is None:
-        return None if position_ids is None else _position_obstacle(position_ids, None)
+        return _position_obstacle(position_ids, None, prompt_shape)
     if mask.ndim != 2:
         return f"an attention_mask of {mask.ndim} dimensions"
     if tuple(mask.shape) != prompt_shape:
@@ -231,12 +233,18 @@ def _mask_obstacle(
         return "an attention_mask that hides the last token of a row (right padding?)"
     if bool((present[:, 1:] < present[:, :-1]).any()):
         return "an attention_mask with holes"
-    return None if position_ids is None else _position_obstacle(position_ids, present)
+    return _position_obstacle(position_ids, present, prompt_shape)
 
 
-def _position_obstacle(position_ids: Tensor, present: Tensor | None) -> str | None:
+def _position_obstacle(
+    position_ids: Tensor | None, present: Tensor | None, prompt_shape: tuple[int, int]
+) -> str | None:
+    if position_ids is None:
+        return None
     if position_ids.ndim != 2:
         return f"position_ids of {position_ids.ndim} dimensions"
+    if position_ids.shape[1] != prompt_shape[1]:  # made of a mask of ones that did not fit
+        return f"position_ids of shape {tuple(position_ids.shape)} for prompts of {prompt_shape}"
     expected = torch.arange(position_ids.shape[1], device=position_ids.device)
     if present is None:
         differs = position_ids != expected

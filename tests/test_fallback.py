@@ -168,7 +168,8 @@ CASES = {
     "holes": Case("an attention_mask with holes", inputs=mask("11111111", "11100111")),
     "a mask that is too long": Case(
         "an attention_mask of shape (2, 10) for prompts of (2, 8)",
-        inputs=mask("11111111", "11111111") | {"attention_mask": torch.ones(2, 10).long()},
+        inputs=mask("11111111", "11111111")
+        | {"attention_mask": mask("0111111111", "1111111111")["attention_mask"]},
     ),
     "a mask of other numbers": Case(
         "an attention_mask with values other than 0 and 1",
@@ -178,6 +179,11 @@ CASES = {
     "positions": Case(
         "custom position_ids", given(position_ids=torch.arange(len(DOCUMENT))[None] * 2),
         inputs=PROMPT,
+    ),
+    "positions that are too long": Case(
+        "position_ids of shape (2, 10) for prompts of (2, 8)",
+        given(position_ids=torch.arange(10).expand(2, 10)),
+        inputs=mask("11111111", "11111111"),
     ),
     "positions that count padding": Case(
         "custom position_ids", given(position_ids=torch.arange(LENGTH).repeat(5, 1))
