@@ -11,7 +11,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 STANDARD = sys.stdlib_module_names
-KNOW_TRANSFORMERS = ("patch.py", "compat.py", "attention.py", "cache.py", "prefill.py")
+KNOW_TRANSFORMERS = (
+    "patch.py",
+    "compat.py",
+    "attention.py",
+    "cache.py",
+    "prefill.py",
+    "loading.py",
+)
 
 
 def over_files(pattern: str) -> pytest.MarkDecorator:
