@@ -1,14 +1,14 @@
-"""Self-consistency on chains of sums: many samples of one prompt, and their most frequent answer.
+"""Self-consistency on chains of sums: many samples of a prompt, and their most frequent answer.
 
 A 0.2M-parameter Llama, shipped in `chain_of_sums/`, adds prices one at a time in an order of its
 own choice. Two samples seldom err alike, so the most frequent total of 16 samples is right more
-often than the greedy one.
+often than the greedy one. `python -m examples.self_consistency` shows it.
 """
 
 import random
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 import hf_cascade
-from examples.terminal import progress_bar
+from hf_cascade import Consensus
 
 MODEL_FOLDER = Path(__file__).parent / "chain_of_sums"
 NAMES = ("Ann", "Bob", "Cleo", "Dan", "Eve", "Finn")
@@ -40,28 +40,24 @@ class Problem:
     total: int
 
 
-@dataclass(frozen=True)
-class Answers:
-    """The totals that the model gave; None where a chain ends without one."""
-
-    greedy: list[int | None]  # one per problem
-    samples: list[list[int | None]]  # NUM_SAMPLES per problem
-    stock_prompt_tokens: int  # what stock generate would have forwarded
-    prefill_tokens: int  # what was forwarded
-
-
 def show_self_consistency(console: Console, *, num_problems: int, chart: Path) -> None:
     """Solve problems greedily and by majority; print a table with bars, and save a chart as PNG."""
     model, tokenizer = load_chain_of_sums()
     problems = make_problems(num_problems, seed=0)
-    answers = solve(console, model, tokenizer, problems)
-    totals = [problem.total for problem in problems]
-    accuracy = accuracy_by_method(answers, totals)
+    greedy = solve_greedily(model, tokenizer, problems)
+    with counted_prompt_tokens(model) as passes:
+        full = solve_by_vote(model, tokenizer, problems, early_stop=False)
+    early = solve_by_vote(model, tokenizer, problems)
+    accuracy = accuracy_by_method(problems, greedy, full)
     title = f"{num_problems} problems, 8 prices each, {NUM_SAMPLES} samples at temperature 0.8"
     console.print(accuracy_table(accuracy, title=title))
+    stock = NUM_SAMPLES * sum(len(tokenizer(problem.prompt).input_ids) for problem in problems)
+    console.print(f"Prompt tokens forwarded: {sum(passes):,} (stock generate: {stock:,})")
+    drawn = sum(len(consensus.samples) for consensus in early) / num_problems
+    right = share_of_right(problems, [consensus.answer for consensus in early])
     console.print(
-        f"Prompt tokens forwarded: {answers.prefill_tokens:,} "
-        f"(stock generate: {answers.stock_prompt_tokens:,})"
+        f"With early stop, {drawn:.1f} of {NUM_SAMPLES} samples settle a vote on average "
+        f"(other draws: {right:.3f} right)"
     )
     save_chart(accuracy, chart, title=title)
     console.print(f"Saved the chart in {chart}")
@@ -110,48 +106,34 @@ def parse_total(text: str) -> int | None:
     return int(found[1]) if found else None
 
 
-def majority_vote(votes: Sequence[int | None]) -> int | None:
-    """The most frequent total, the earliest of equals; chains without a total have no vote."""
-    counted = Counter(vote for vote in votes if vote is not None).most_common(1)
-    return counted[0][0] if counted else None
-
-
-def solve(
-    console: Console,
+def solve_by_vote(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     problems: Sequence[Problem],
     *,
-    batch_size: int = 16,
-) -> Answers:
-    """Answer each problem greedily and NUM_SAMPLES times by sampling, on the patched model."""
-    hf_cascade.patch(model, strict=True)
-    torch.manual_seed(0)
-    greedy, samples, stock_prompt_tokens, prefill_tokens = [], [], 0, 0
-    with progress_bar(console) as progress:
-        task = progress.add_task("Chains of sums", total=len(problems))
-        for start in range(0, len(problems), batch_size):
-            batch = problems[start : start + batch_size]
-            greedy += generate_totals(model, tokenizer, batch, do_sample=False)
-            flat = generate_totals(
-                model,
-                tokenizer,
-                batch,
-                do_sample=True,
-                temperature=0.8,
-                top_k=0,
-                num_return_sequences=NUM_SAMPLES,
-            )
-            samples += [flat[i : i + NUM_SAMPLES] for i in range(0, len(flat), NUM_SAMPLES)]
-            stock_prompt_tokens += model.cascade.stats.prompt_tokens
-            prefill_tokens += model.cascade.stats.prefill_tokens
-            progress.advance(task, len(batch))
-    hf_cascade.unpatch(model)
-    return Answers(greedy, samples, stock_prompt_tokens, prefill_tokens)
+    early_stop: bool = True,
+) -> list[Consensus[int]]:
+    """The most frequent total of up to NUM_SAMPLES samples of each problem."""
+    return hf_cascade.self_consistency(
+        model,
+        tokenizer,
+        [problem.prompt for problem in problems],
+        parse=parse_total,
+        n=NUM_SAMPLES,
+        batch_size=256,
+        early_stop=early_stop,
+        seed=0,
+        temperature=0.8,
+        top_k=0,
+        max_new_tokens=100,
+        eos_token_id=tokenizer.convert_tokens_to_ids("\n"),
+    )
 
 
-def generate_totals(model, tokenizer, problems: Sequence[Problem], **options) -> list[int | None]:
-    """Complete the prompts of a batch and read the totals, one per row that `generate` returns."""
+def solve_greedily(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, problems: Sequence[Problem]
+) -> list[int | None]:
+    """The total of each problem's greedy chain; None where it ends without one."""
     inputs = tokenizer(
         [problem.prompt for problem in problems],
         return_tensors="pt",
@@ -159,32 +141,47 @@ def generate_totals(model, tokenizer, problems: Sequence[Problem], **options) ->
         return_token_type_ids=False,
     )
     newline = tokenizer.convert_tokens_to_ids("\n")
-    out = model.generate(**inputs, **options, max_new_tokens=100, eos_token_id=newline)
+    out = model.generate(**inputs, do_sample=False, max_new_tokens=100, eos_token_id=newline)
     prompt_len = inputs["input_ids"].shape[1]
     texts = tokenizer.batch_decode(out[:, prompt_len:], skip_special_tokens=True)
     return [parse_total(text) for text in texts]
 
 
-def accuracy_by_method(answers: Answers, totals: Sequence[int]) -> dict[str, float]:
-    """The share of problems that each method gets right."""
-    pairs = zip(answers.greedy, totals, strict=True)
-    accuracy = {"greedy": sum(answer == total for answer, total in pairs) / len(totals)}
+@contextmanager
+def counted_prompt_tokens(model: PreTrainedModel) -> Iterator[list[int]]:
+    """Collects, while this context lasts, the tokens of each prefill, padding included."""
+    passes: list[int] = []
+
+    def count(module, args, output) -> None:
+        (ids,) = args  # [rows, tokens]; a decode step has one token a row
+        if ids.shape[1] > 1:
+            passes.append(ids.numel())
+
+    hook = model.get_input_embeddings().register_forward_hook(count)
+    try:
+        yield passes
+    finally:
+        hook.remove()
+
+
+def accuracy_by_method(
+    problems: Sequence[Problem], greedy: Sequence[int | None], votes: Sequence[Consensus[int]]
+) -> dict[str, float]:
+    """The share of problems that each method gets right, with NUM_SAMPLES samples of each."""
+    accuracy = {"greedy": share_of_right(problems, greedy)}
     names = {1: "one sample (mean)", 4: "majority of 4", 8: "majority of 8", 16: "majority of 16"}
     for size, name in names.items():
-        accuracy[name] = majority_accuracy(answers.samples, totals, size)
+        groups = [  # all disjoint ones of that many samples
+            [Consensus(vote.samples[start : start + size]).answer for vote in votes]
+            for start in range(0, NUM_SAMPLES, size)
+        ]
+        accuracy[name] = sum(share_of_right(problems, group) for group in groups) / len(groups)
     return accuracy
 
 
-def majority_accuracy(
-    samples: Sequence[Sequence[int | None]], totals: Sequence[int], size: int
-) -> float:
-    """The share of right majorities of `size` samples, over all disjoint groups of that size."""
-    right = [
-        majority_vote(votes[start : start + size]) == total
-        for votes, total in zip(samples, totals, strict=True)
-        for start in range(0, len(votes), size)
-    ]
-    return sum(right) / len(right)
+def share_of_right(problems: Sequence[Problem], answers: Sequence[int | None]) -> float:
+    pairs = zip(answers, problems, strict=True)
+    return sum(answer == problem.total for answer, problem in pairs) / len(problems)
 
 
 def accuracy_table(accuracy: dict[str, float], *, title: str) -> Table:
@@ -209,3 +206,12 @@ def save_chart(accuracy: dict[str, float], path: Path, *, title: str) -> None:
     axes.title.set_fontsize(10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Run the example by itself."""
+    show_self_consistency(Console(), num_problems=96, chart=Path("build/self_consistency.png"))
+
+
+if __name__ == "__main__":
+    main()

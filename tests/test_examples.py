@@ -14,6 +14,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerFast
 from examples import document_qa, self_consistency, smollm2
 from examples.measure import Comparison, Measurement, compare
 from examples.terminal import comparison_table
+from hf_cascade import Consensus, Sample
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +62,7 @@ def test_the_shipped_tokenizer_knows_every_token_of_a_problem(chain_of_sums):
 
 def test_the_shipped_model_is_mostly_right(chain_of_sums):
     problems = self_consistency.make_problems(24, seed=3)
-    totals = self_consistency.generate_totals(*chain_of_sums, problems, do_sample=False)
+    totals = self_consistency.solve_greedily(*chain_of_sums, problems)
     assert sum(t == p.total for t, p in zip(totals, problems, strict=True)) >= 17
 
 
@@ -78,47 +79,49 @@ def test_a_total_counts_only_when_the_chain_has_ended(text, total):
     assert self_consistency.parse_total(text) == total
 
 
-@pytest.mark.parametrize(
-    ("votes", "winner"),
-    [
-        ([1, 2, 2, 3], 2),
-        ([3, 1, 1, 3], 3),  # the earliest of equals
-        ([None, None, 7], 7),
-        ([None, None], None),
-    ],
-)
-def test_majority_vote(votes, winner):
-    assert self_consistency.majority_vote(votes) == winner
+def consensus_of(*answers):
+    return Consensus(tuple(Sample("", answer) for answer in answers))
 
 
 def test_the_majority_of_one_is_the_mean_single_sample():
-    samples = [[5, 5, 1, 5], [2, 9, 9, None]]
-    assert self_consistency.majority_accuracy(samples, [5, 9], 1) == 5 / 8
-    assert self_consistency.majority_accuracy(samples, [5, 9], 2) == 2 / 4
-    assert self_consistency.majority_accuracy(samples, [5, 9], 4) == 1
+    problems = [self_consistency.Problem("", 5), self_consistency.Problem("", 9)]
+    votes = [
+        consensus_of(*[5, 1, 1, 5, 5, 5, 5, 1] * 2),  # 10 of 16 are right
+        consensus_of(*[2, 9, None, 9] * 4),  # 8 of 16
+    ]
+    accuracy = self_consistency.accuracy_by_method(problems, [5, 2], votes)
+    assert accuracy == {
+        "greedy": 1 / 2,
+        "one sample (mean)": 18 / 32,
+        "majority of 4": 8 / 8,  # 5, 1, 1, 5 is a tie: the first drawn wins
+        "majority of 8": 4 / 4,
+        "majority of 16": 2 / 2,
+    }
 
 
-def test_solve_samples_each_problem_and_forwards_its_prompt_once(chain_of_sums):
+def test_a_vote_forwards_each_prompt_once(chain_of_sums):
     model, tokenizer = chain_of_sums
     problems = self_consistency.make_problems(3, seed=4)
-    console = Console(file=io.StringIO())
-    answers = self_consistency.solve(console, model, tokenizer, problems, batch_size=2)
+    with self_consistency.counted_prompt_tokens(model) as passes:
+        votes = self_consistency.solve_by_vote(model, tokenizer, problems, early_stop=False)
     assert not hasattr(model, "cascade")
-    assert len(answers.greedy) == 3
-    assert [len(samples) for samples in answers.samples] == [16, 16, 16]
-    assert answers.stock_prompt_tokens > 15 * answers.prefill_tokens
+    assert [len(vote.samples) for vote in votes] == [16, 16, 16]
+    lengths = [len(tokenizer(problem.prompt).input_ids) for problem in problems]
+    assert max(lengths) < sum(passes) <= sum(lengths)
+    assert [vote.answer for vote in votes] == [problem.total for problem in problems]
+    early = self_consistency.solve_by_vote(model, tokenizer, problems)
+    assert all(8 <= len(vote.samples) <= 16 for vote in early)
 
 
-def test_accuracies_become_a_table_and_a_picture(tmp_path):
-    answers = self_consistency.Answers([5, 1], [[5] * 16, [9] * 16], 0, 0)
-    accuracy = self_consistency.accuracy_by_method(answers, [5, 9])
-    assert accuracy["greedy"] == 0.5
-    assert accuracy["majority of 16"] == 1
-    text = rendered(self_consistency.accuracy_table(accuracy, title="2 problems"))
-    assert re.search(r"greedy\W+0\.500", text)
-    assert re.search(r"majority of 16\W+1\.000", text)
+def test_the_self_consistency_example_prints_its_table_and_saves_its_chart(tmp_path):
+    console = Console(file=io.StringIO(), width=100)
     chart = tmp_path / "new" / "chart.png"
-    self_consistency.save_chart(accuracy, chart, title="2 problems")
+    self_consistency.show_self_consistency(console, num_problems=2, chart=chart)
+    text = console.file.getvalue()
+    assert re.search(r"greedy\W+[01]\.\d{3}", text)
+    assert re.search(r"majority of 16\W+1\.000", text)
+    assert re.search(r"tokens forwarded: 2\d\d \(stock generate: 3,\d{3}\)", text)
+    assert re.search(r"early stop, \d+\.\d of 16 samples", text)
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
