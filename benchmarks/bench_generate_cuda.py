@@ -1,66 +1,100 @@
-"""N samples of one prompt on a GPU: the Llama-3.1-8B shape with random bf16 weights.
+"""N samples of one prompt on a GPU, wall-clock: the shape of a real model, random bf16 weights.
 
-    python -m benchmarks.bench_generate_cuda [--json results.json]
+    python -m benchmarks.bench_generate --device cuda [--cells 64x4096 ...] [--sides patched ...]
 
-Prefill is a call with one new token; a step is what each further token adds. Stock is transformers
-as it comes (SDPA, dynamic cache); it is left out where it takes minutes or more memory than the
-GPU has. Every cell is preceded by a short call of the same shape.
+Sides: `patched`; `no attention`, the same model and loop whose attention returns its queries (what
+is left is what attention can't be blamed for); `stock`, transformers as it comes (SDPA, dynamic
+cache); `static`, stock with its static cache and compiled steps. Stock sides run where they take
+seconds and fit the GPU.
+
+Prefill is a call with one new token. A step is what each of `--new-tokens` further ones adds to
+it, sampling included. Every cell is preceded by two calls of its shape, of which `compile s` is the
+first one's seconds. Floors use this run's own roofs: a step must read the weights (but the input
+embedding) and the tree's KV once, and do their multiplications.
+
+Results go to generate_<model>.csv and .png in $OUT or benchmarks/results, row by row.
 """
 
+from __future__ import annotations
+
 import argparse
-import json
+import csv
+import datetime
+import os
 import time
-from datetime import date
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import transformers
-from rich.console import Console
-from rich.table import Table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_cascade
+from benchmarks.bench_attention import Roofs, measure_roofs
+from hf_cascade.cache import CascadeCache
 
-GRID = ((1, 2048, True), (16, 2048, True), (64, 4096, False), (64, 8192, False))
-NEW_TOKENS = 33
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="file to write the results to")
-    arguments = parser.parse_args()
-    model = llama_8b()
-    rows = []
-    for samples, prompt_tokens, with_stock in GRID:
-        for side in ("patched", "stock") if with_stock else ("patched",):
-            rows.append(measure(model, side, samples, prompt_tokens))
-            Console().print(rows[-1])
-    Console().print(results_table(rows))
-    if arguments.json:
-        settings = {
-            "date": date.today().isoformat(),
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "new tokens": NEW_TOKENS,
-        }
-        text = json.dumps({"settings": settings, "rows": rows}, indent=2)
-        arguments.json.write_text(text + "\n", encoding="utf-8")
+RESULTS = Path(__file__).parent / "results"
+MODELS = {
+    "llama-3.1-8b": {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8},
+    "llama-2-7b": {"vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": 32},
+}
+CELLS = (
+    "64x4096", "1x2048", "256x4096", "16x131072", "16x2048", "64x2048", "64x8192", "64x32768",
+    "8*16x4096",
+)  # fmt: skip
+SIDES = ("patched", "no attention", "stock", "static")
+STOCK_CELLS = ("1x2048", "16x2048")  # others take minutes or more memory than there is
+STOCK_NEW_TOKENS = 32
 
 
-def llama_8b() -> LlamaForCausalLM:
-    """The shape of Llama-3.1-8B, weights drawn on the GPU; never ends a text."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        eos_token_id=None,
-        pad_token_id=0,
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    roofs = measure_roofs()
+    torch.cuda.empty_cache()
+    card = torch.cuda.get_device_name()
+    stamp = (
+        f"{datetime.datetime.now(datetime.timezone.utc).date()} {card}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {options.model} shape in bf16, reads "
+        f"{roofs.bytes_per_us / 1e6:.2f} TB/s, matmul {roofs.flops_per_us / 1e6:.0f} TFLOP/s"
     )
+    print(f"# {stamp}", flush=True)
+    model = new_model(options.model)
+    rows: list[dict] = []
+    for side in options.sides:
+        with as_side(model, side, options.compile):
+            for cell in options.cells:
+                if side in ("stock", "static") and cell not in STOCK_CELLS:
+                    continue
+                try:
+                    row = measure(model, side, cell, options.new_tokens, roofs)
+                except torch.cuda.OutOfMemoryError:
+                    row = {"cell": cell, "side": side, "prefill s": "out of memory"}
+                rows.append(row)
+                print(", ".join(f"{k} {v}" for k, v in row.items()), flush=True)
+                save(rows, stamp, options.model)
+    plot(rows, stamp, options.model)
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, default="llama-3.1-8b")
+    parser.add_argument("--cells", nargs="+", default=CELLS, help="[documents*]samplesxprompt")
+    parser.add_argument("--sides", nargs="+", choices=SIDES, default=SIDES)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--no-compile", dest="compile", action="store_const", const=False,
+                        default="auto", help="patch(model, compile=False)")  # fmt: skip
+    return parser.parse_args(arguments)
+
+
+def new_model(name: str) -> LlamaForCausalLM:
+    """Weights drawn on the GPU; never ends a text."""
+    config = LlamaConfig(
+        hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
+        max_position_embeddings=2**18, eos_token_id=None, pad_token_id=0, **MODELS[name],
+    )  # fmt: skip
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):
@@ -69,49 +103,137 @@ def llama_8b() -> LlamaForCausalLM:
     return model
 
 
-def measure(model: LlamaForCausalLM, side: str, samples: int, prompt_tokens: int) -> dict:
-    """Prefill seconds, milliseconds a step and peak GiB of one cell."""
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    if side == "patched":
-        hf_cascade.patch(model, strict=True)
-    input_ids = torch.randint(3, 128256, (1, prompt_tokens), device="cuda")
+@contextmanager
+def as_side(model: LlamaForCausalLM, side: str, compile: bool | str) -> Iterator[None]:
+    torch._dynamo.reset()  # one side's trace is not another's
+    attend = CascadeCache.attend
+    if side == "no attention":
+        CascadeCache.attend = without_attention
+    if side in ("patched", "no attention"):
+        hf_cascade.patch(model, strict=True, compile=compile)
+    try:
+        yield
+    finally:
+        hf_cascade.unpatch(model)
+        CascadeCache.attend = attend
 
-    def seconds(new_tokens: int) -> float:
+
+def without_attention(self: CascadeCache, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    key, value, layer_idx = self._recorded
+    self._recorded = None
+    self.pool.layer(layer_idx, *(x.transpose(1, 2).flatten(0, 1) for x in (key, value)))
+    self._plan_on(query.device)
+    self._attended.append(layer_idx)
+    return query.transpose(1, 2)
+
+
+def measure(
+    model: LlamaForCausalLM, side: str, cell: str, new_tokens: int, roofs: Roofs
+) -> dict[str, object]:
+    """One row of the table."""
+    documents, samples, length = parse(cell)
+    if side in ("stock", "static"):
+        new_tokens = min(new_tokens, STOCK_NEW_TOKENS)
+    torch.cuda.empty_cache()
+    torch.manual_seed(0)
+    ids = torch.randint(3, model.config.vocab_size, (documents, length), device="cuda")
+    options = {"cache_implementation": "static"} if side == "static" else {}
+
+    def seconds(tokens: int) -> float:
         torch.cuda.synchronize()
         started = time.perf_counter()
         model.generate(
-            input_ids,
-            attention_mask=torch.ones_like(input_ids),
-            do_sample=True,
-            top_k=0,
-            num_return_sequences=samples,
-            max_new_tokens=new_tokens,
-        )
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+            num_return_sequences=samples, min_new_tokens=tokens, max_new_tokens=tokens, **options,
+        )  # fmt: skip
         torch.cuda.synchronize()
         return time.perf_counter() - started
 
-    seconds(3)
-    prefill = seconds(1)
-    step = (seconds(NEW_TOKENS) - prefill) / (NEW_TOKENS - 1)
-    row = {
-        "samples": samples,
-        "prompt tokens": prompt_tokens,
+    first = seconds(1 + new_tokens)
+    seconds(1 + new_tokens)
+    torch.cuda.reset_peak_memory_stats()
+    prefill = min(seconds(1) for _ in range(2))
+    step = min(seconds(1 + new_tokens) for _ in range(2)) - prefill
+    step /= new_tokens
+    weights_ms, attention_ms = floors_ms(model, cell, new_tokens, roofs)
+    return {
+        "cell": cell,
         "side": side,
-        "prefill s": round(prefill, 3),
-        "ms a step": round(1e3 * step, 1),
-        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 1),
-        "backend": model.cascade.stats.backend if side == "patched" else "stock",
+        "prefill s": round(prefill, 4),
+        "ms a step": round(1e3 * step, 3),
+        "tokens a s": round(documents * samples / step),
+        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "weights floor ms": round(weights_ms, 3),
+        "attention floor ms": round(attention_ms, 3),
+        "x floor": round(1e3 * step / (weights_ms + attention_ms), 2),
+        "compile s": round(first - prefill - step * new_tokens, 1),
+        "backend": model.cascade.stats.backend if hasattr(model, "cascade") else "stock",
+        "fused": model.cascade.stats.fused_layers if hasattr(model, "cascade") else "",
     }
-    hf_cascade.unpatch(model)
-    return row
 
 
-def results_table(rows: list[dict]) -> Table:
-    table = Table(*rows[0], title="Llama-3.1-8B shape, bf16", title_justify="left")
-    for row in rows:
-        table.add_row(*map(str, row.values()))
-    return table
+def parse(cell: str) -> tuple[int, int, int]:
+    """Documents, samples of each and tokens a prompt of "8*16x4096" or "16x4096"."""
+    documents, _, rest = cell.rpartition("*")
+    samples, _, length = rest.partition("x")
+    return int(documents or 1), int(samples), int(length)
+
+
+def floors_ms(
+    model: LlamaForCausalLM, cell: str, new_tokens: int, roofs: Roofs
+) -> tuple[float, float]:
+    """What weights and what attention alone take at least, in the mean step."""
+    documents, samples, length = parse(cell)
+    config, batch = model.config, documents * samples
+    read = sum(p.numel() for p in model.parameters()) - config.vocab_size * config.hidden_size
+    own = new_tokens / 2  # tokens of a row, in the mean
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    width = config.num_hidden_layers * config.hidden_size // heads
+    kv_bytes = 2 * 2 * (documents * length + batch * own) * kv_heads * width
+    flops = 4 * batch * (length + own) * heads * width
+    return (
+        1e-3 * max(2 * read / roofs.bytes_per_us, 2 * read * batch / roofs.flops_per_us),
+        1e-3 * max(kv_bytes / roofs.bytes_per_us, flops / roofs.flops_per_us),
+    )
+
+
+def folder() -> Path:
+    return Path(os.environ.get("OUT", RESULTS))
+
+
+def save(rows: Sequence[dict], stamp: str, model: str) -> None:
+    with (folder() / f"generate_{model}.csv").open("w", newline="") as file:
+        file.write(f"# {stamp}\n")
+        writer = csv.DictWriter(file, max((row.keys() for row in rows), key=len))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plot(rows: Sequence[dict], stamp: str, model: str) -> None:
+    """Bars: milliseconds a step of each side, the floor as a line."""
+    import matplotlib.pyplot as plt
+
+    rows = [row for row in rows if "ms a step" in row]
+    cells = list(dict.fromkeys(row["cell"] for row in rows))
+    sides = list(dict.fromkeys(row["side"] for row in rows))
+    figure, axis = plt.subplots(figsize=(10, 4.5))
+    for i, side in enumerate(sides):
+        mine = [(cells.index(row["cell"]), row["ms a step"]) for row in rows if row["side"] == side]
+        places = [place + 0.8 * (i + 0.5) / len(sides) - 0.4 for place, _ in mine]
+        bars = axis.bar(places, [ms for _, ms in mine], 0.8 / len(sides), label=side)
+        axis.bar_label(bars, fmt="%.1f", fontsize=7)
+    for place, cell in enumerate(cells):
+        row = next(row for row in rows if row["cell"] == cell)
+        floor = row["weights floor ms"] + row["attention floor ms"]
+        axis.hlines(floor, place - 0.4, place + 0.4, colors="black",
+                    label="floor" if not place else None)  # fmt: skip
+    axis.set_xticks(range(len(cells)), cells)
+    axis.set_ylabel("milliseconds a step")
+    axis.set_yscale("log")
+    axis.set_title(stamp, fontsize=7)
+    axis.legend()
+    figure.tight_layout()
+    figure.savefig(folder() / f"generate_{model}.png", dpi=150)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import Cache, DynamicCache
 
 from .errors import UnsupportedModelError
@@ -24,7 +25,8 @@ from .ops import (
     work_list,
 )
 from .pages import PagePool
-from .plan import Layout, Plan, Query, build_layout, build_plan
+from .plan import Plan, Query, build_layout, build_plan
+from .step_plan import StepPlan
 from .tree import UNKNOWN_TOKEN, KVTree, Node, token_bytes
 
 # What `get_mask_sizes` answers, and nothing else does: "this pass needs no mask".
@@ -39,21 +41,27 @@ class CascadeCache(Cache):
     Args:
         tree: topology; one leaf per row once `start_decoding` was called.
         pool: storage, shared with other calls of the model.
-        is_compileable: decode steps are compiled: their plan keeps its tensors and shapes.
     """
 
-    def __init__(self, tree: KVTree, pool: PagePool, is_compileable: bool = False) -> None:
+    # Decode steps are compiled: their plan keeps its tensors and shapes, and whoever runs a step
+    # calls `advance` first.
+    is_compileable = False
+
+    def __init__(self, tree: KVTree, pool: PagePool) -> None:
         super().__init__(layers=[])
         self.tree, self.pool = tree, pool
-        self._is_compileable = is_compileable
         self.leaves: list[Node | None] = []  # None: the row is over, its pages are returned
         self.prompt_length: list[int] = []  # tokens of each row's prompt, padding excluded
         self.decode_steps = 0
         self.row_steps = 0  # decoded tokens stored, over all rows, those that are over included
         self.longest_path = 0
+        self.may_step_too_far = False  # a decode step more than the call needs does no harm
         self._length = 0
         self._max_new_tokens = 0
-        self._step_shapes: tuple[int, int, int] | None = None
+        self._step_plan: StepPlan | None = None
+        self._is_reshaped = True  # the tree is not as the step plan has it
+        self._is_fresh_root = False  # all that the pass computes
+        self._grown = 0  # rows that grew in the last step
         self._plans: dict[torch.device, Plan] = {}
         self._work_lists: dict[tuple[torch.device, int, int, int], Tensor] = {}
         self._recorded: tuple[Tensor, Tensor, int] | None = None
@@ -64,14 +72,20 @@ class CascadeCache(Cache):
 
     def begin(self, queries: Sequence[Query | None]) -> None:
         """Plan a pass of these queries; the model's packed rows are their tokens in order."""
-        self._start_pass(build_layout(self.tree, queries))
+        self.pool.grow()
+        self._layout = build_layout(self.tree, queries)
+        self._begin_pass()
+        first = queries[0]
+        self._is_fresh_root = (
+            len(queries) == 1 and first is not None and not first.start and not first.node.parent
+        )
         self._plans = {device: build_plan(self._layout, device) for device in self._plans}
 
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Store the KV recorded last, then attend: the cascade of the blog.
 
         Eagerly that is one op. Under torch.compile it is the blog's four, for `fuse_pass` to fuse
-        as it does in any code that composes them.
+        as it does in any code that composes them. A fresh root alone needs no KV but its own.
 
         Args:
             query: [batch, num_q_heads, q_len, head_dim]; batch x q_len are the pass's tokens.
@@ -88,6 +102,13 @@ class CascadeCache(Cache):
         plan = self._plan_on(v.device)
         k_pool, v_pool = self.pool.layer(layer_idx, k, v)
         self._attended.append(layer_idx)
+        if self._is_fresh_root:
+            append_kv(k, v, k_pool, v_pool, plan.slots)
+            q, k, v = (x.to(value.dtype) for x in (query, key, value))
+            out = scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+            return out.transpose(1, 2)
         if not torch.compiler.is_compiling():
             out, _ = cascade_attention(
                 q, k, v, k_pool, v_pool, plan.slots, *plan.nodes, plan.leaves,
@@ -95,12 +116,11 @@ class CascadeCache(Cache):
             )  # fmt: skip
             return out.unflatten(0, (query.shape[0], query.shape[2]))
         append_kv(k, v, k_pool, v_pool, plan.slots)
-        out, lse = suffix_attention(q, k_pool, v_pool, *plan.nodes, plan.leaves, scaling)
-        if plan.has_prefix:
-            prefix = prefix_attention(
-                q, k_pool, v_pool, *plan.nodes, plan.reader_indptr, plan.readers, scaling
-            )
-            out, lse = merge_state(*prefix, out, lse)
+        suffix = suffix_attention(q, k_pool, v_pool, *plan.nodes, plan.leaves, scaling)
+        prefix = prefix_attention(
+            q, k_pool, v_pool, *plan.nodes, plan.reader_indptr, plan.readers, scaling
+        )
+        out, _ = merge_state(*prefix, *suffix)
         return out.unflatten(0, (query.shape[0], query.shape[2]))
 
     def end(self) -> None:
@@ -147,42 +167,45 @@ class CascadeCache(Cache):
         With synced_gpus, steps go on until the last process is done. What this one computes after
         its own last token is for nobody, and takes no pages.
         """
-        is_done = self.decode_steps >= self._max_new_tokens
-        leaves = [None] * len(self.leaves) if is_done else self.leaves
+        room = self._max_new_tokens - self.decode_steps
+        leaves = self.leaves if room > 0 else [None] * len(self.leaves)
         live = [leaf for leaf in leaves if leaf is not None]
         self.tree.extend(live, [_UNKNOWN] * len(live))
-        queries = [_last_token(leaf) for leaf in leaves]
-        if self._is_compileable:
-            self._begin_in_place(queries)
+        if self.is_compileable:
+            self._begin_in_place(leaves, room)
         else:
-            self.begin(queries)
+            self.begin([_last_token(leaf) for leaf in leaves])
         self.decode_steps += 1
-        self.row_steps += len(live)
-        self.longest_path += not is_done
-        self._length += not is_done
+        self._grown = len(live)
+        self.row_steps += self._grown
+        self.longest_path += room > 0
+        self._length += room > 0
 
-    def _begin_in_place(self, queries: Sequence[Query | None]) -> None:
+    def _begin_in_place(self, leaves: Sequence[Node | None], room: int) -> None:
         """Like `begin`, with the tensors and the shapes of the first step in all later ones."""
-        layout = build_layout(self.tree, queries)
-        if self._step_shapes is None:
-            self._step_shapes = self._largest_shapes(layout)
-            self._start_pass(layout.padded(*self._step_shapes))
-            self._plans = {device: build_plan(self._layout, device) for device in self._plans}
-            return
-        self._start_pass(layout.padded(*self._step_shapes))
-        for plan in self._plans.values():
-            plan.update(self._layout)
-
-    def _largest_shapes(self, layout: Layout) -> tuple[int, int, int]:
-        """Most nodes, pages and reads that a later decode step can have."""
-        growth = -(-self._max_new_tokens // self.pool.allocator.page_size)
-        num_pages = len(layout.kv_indices) + growth * len(self.leaves)
-        num_nodes = len(layout.kv_len) + 1  # one for the rows that are over
-        return num_nodes, num_pages, len(layout.readers)
-
-    def _start_pass(self, layout: Layout) -> None:
         self.pool.grow()
-        self._layout = layout
+        if self._step_plan is None:
+            self._step_plan = StepPlan(self.tree, self._plans)
+        if self._is_reshaped or room == 0:
+            self._step_plan.rewrite(leaves, max(room, 0))
+            self._plans = self._step_plan.plans
+            self._is_reshaped = False
+        else:
+            self._step_plan.add_pages(leaves)
+
+    def undo_step(self) -> None:
+        """Do not count the last step: it was one too many. Only the end of the call may follow."""
+        self.decode_steps -= 1
+        self.row_steps -= self._grown
+
+    def advance(self) -> None:
+        """Begin a pass of the step that `begin_step` planned: device work alone."""
+        assert self._step_plan is not None
+        self._begin_pass()
+        self._is_fresh_root = False
+        self._step_plan.advance()
+
+    def _begin_pass(self) -> None:
         self._work_lists.clear()
         self._updated.clear()
         self._attended.clear()
@@ -195,6 +218,7 @@ class CascadeCache(Cache):
             if done[row] and leaf is not None:
                 self.tree.prune(leaf)
                 self.leaves[row] = None
+                self._is_reshaped = True
 
     # What transformers asks of a cache
 
@@ -217,10 +241,6 @@ class CascadeCache(Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, CASCADE_KV_OFFSET
 
-    @property
-    def is_compileable(self) -> bool:
-        return self._is_compileable
-
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return 0  # asked for masks only, and constant: a compiled step must not depend on it
 
@@ -232,6 +252,7 @@ class CascadeCache(Cache):
         leaves = [leaf for leaf in self.leaves if leaf is not None]
         self.leaves[:], copies = self.tree.reorder(leaves, beam_idx.tolist())
         self.pool.copy_pages(copies)
+        self._is_reshaped = True
 
     def __len__(self) -> int:
         return len(self.pool.layers())

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from .errors import UnsupportedModelError
 from .gates import call_obstacle
 from .prefill import packed_prefill, read_prompts
 from .runtime import Cascade
+from .stopping import LateStopCheck, RowCloser
 from .versions import TESTED_TRANSFORMERS
 
 # Where transformers keeps a model's compiled call, which is bound to that very model.
@@ -42,6 +44,7 @@ class CascadeGenerate:
     """The overridden hooks of `generate`; `self` is the patched model."""
 
     cascade: Cascade
+    device: torch.device
 
     def __reduce_ex__(self, protocol):
         # By reference to the original class: the subclass can't be found by its name.
@@ -61,8 +64,8 @@ class CascadeGenerate:
         with self.cascade.call() as call:
             if not isinstance(self, CascadeGenerate):  # unpatched while this call waited
                 return self.generate(*args, **kwargs)
-            # Rows that are over may still be looked at by what the user brings along.
-            call.may_close_rows = len(args) <= 2 and not any(map(kwargs.get, _ROW_READERS))
+            # What the user brings along may look at rows that are over, and count steps.
+            call.is_plain = len(args) <= 2 and not any(map(kwargs.get, _STEP_WATCHERS))
             call.reason = _call_obstacle_before(kwargs)
             if call.reason is not None:
                 self.cascade.fall_back(call, call.reason, type(self).__name__)
@@ -104,19 +107,34 @@ class CascadeGenerate:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-        compiles = self.cascade.options.compile and not generation_config.disable_compile
-        if compiles:
-            generation_config.compile_config = self._compile_config(generation_config)
-        cache = self.cascade.open_cache(call, is_compileable=compiles)
+        cache = self.cascade.open_cache(call)
+        cache.is_compileable = generation_mode.value in _COMPILED_MODES and self._compiles(
+            generation_config, cache
+        )
+        # A page too many may be one that max_pages does not grant.
+        cache.may_step_too_far = (
+            call.is_plain and self.cascade.options.max_pages is None and not _is_distributed()
+        )
         model_kwargs["past_key_values"] = model_kwargs["hf_cascade"] = cache
         call.cleanup.enter_context(attention_switched(self))
+
+    def _compiles(self, generation_config, cache: CascadeCache) -> bool:
+        """Whether the call's decode steps are compiled; then the config says how."""
+        if not self.cascade.compiles_on(self.device) or generation_config.disable_compile:
+            return False
+        compile_config = generation_config.compile_config
+        generation_config.compile_config = self._compile_config(generation_config)
+        cache.is_compileable = True
+        if self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):  # type: ignore[attr-defined]
+            return True
+        generation_config.compile_config = compile_config
+        return False
 
     def _compile_config(self, generation_config) -> CompileConfig:
         """How the decode step is compiled: as the user said, and with cascades fused."""
         config = copy.copy(generation_config.compile_config)
         if config is None:
-            # Hooks of accelerate, on a model that is split over devices, break the graph.
-            config = CompileConfig(fullgraph=not hasattr(self, "hf_device_map"), mode=None)  # type: ignore[arg-type]
+            config = CompileConfig(fullgraph=not _has_hooks(self), mode=None)  # type: ignore[arg-type]
         options = dict(config.options or {})
         if config.mode is not None:  # torch.compile takes a mode or options
             options = torch._inductor.list_mode_options(config.mode) | options
@@ -127,6 +145,18 @@ class CascadeGenerate:
         config._compile_all_devices = True
         return config
 
+    def get_compiled_call(self, compile_config):
+        call = self.cascade.current
+        if call is None or call.cache is None:
+            return super().get_compiled_call(compile_config)  # type: ignore[misc]
+        return self.cascade.compiler.step(
+            self,
+            call.cache,
+            compile_config,
+            must_compile=self.cascade.options.compile is True,
+            captures=self.device.type == "cuda" and not _has_hooks(self) and not _is_distributed(),
+        )
+
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]
         call = self.cascade.current
@@ -136,13 +166,19 @@ class CascadeGenerate:
         if (
             call is not None
             and call.cache is not None
-            and call.may_close_rows
+            and call.is_plain
             and generation_config.num_beams == 1
             and not generation_config.return_dict_in_generate
             and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         ):
-            return _RowClosingCriteria(criteria, call.cache)
+            return _RowClosingCriteria(criteria, RowCloser(call.cache))
         return criteria
+
+    def _sample(self, *args, **kwargs):
+        call = self.cascade.current
+        if call is None or call.cache is None:
+            return super()._sample(*args, **kwargs)  # type: ignore[misc]
+        return _late_sample(self, *args, **kwargs)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         call, cache = self.cascade.current, model_kwargs.get("past_key_values")
@@ -181,8 +217,41 @@ def _new_patched(original: type) -> Any:
     return patched.__new__(patched)
 
 
+class _RowClosingCriteria(StoppingCriteriaList):
+    """The call's stopping criteria, which also tell `rows` which ones are over."""
+
+    def __init__(self, criteria: StoppingCriteriaList, rows: RowCloser) -> None:
+        super().__init__(criteria)
+        self._rows = rows
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        over = super().__call__(input_ids, scores, **kwargs)
+        self._rows.note(over)
+        return over
+
+
+# The stock loop, with a stop check of ours where it would take one of its own on some devices: the
+# same code, which finds that name among other globals.
+_late_sample = FunctionType(
+    GenerationMixin._sample.__code__,
+    {**GenerationMixin._sample.__globals__, "DeferredStopCheck": LateStopCheck},
+    "_sample",
+    GenerationMixin._sample.__defaults__,
+)
+
+# Of generation: beam search asks for no compiled call.
+_COMPILED_MODES = ("sample", "greedy_search")
 _SWITCHED = "_hf_cascade_switched_configs"  # in the state of a copy
-_ROW_READERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_STEP_WATCHERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+
+
+def _has_hooks(model: Any) -> bool:
+    """Whether accelerate has put hooks on layers: it does where a model is split or offloaded."""
+    return any(hasattr(module, "_hf_hook") for module in model.modules())
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def _call_obstacle_before(kwargs: dict[str, Any]) -> str | None:
@@ -192,21 +261,6 @@ def _call_obstacle_before(kwargs: dict[str, Any]) -> str | None:
     if kwargs.get("cache_implementation") == "paged":
         return "cache_implementation='paged'"
     return None
-
-
-class _RowClosingCriteria(StoppingCriteriaList):
-    """The call's stopping criteria, which also tell the cache which rows are over."""
-
-    def __init__(self, criteria: StoppingCriteriaList, cache: CascadeCache) -> None:
-        super().__init__(criteria)
-        self._cache = cache
-        self._over: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        over = super().__call__(input_ids, scores, **kwargs)
-        self._over = over if self._over is None else self._over | over
-        self._cache.close_rows(self._over.tolist())
-        return over
 
 
 @functools.cache

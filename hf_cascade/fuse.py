@@ -8,6 +8,9 @@ It runs on the post-grad graph, in which torch.compile has already made mutation
 after the write. The fused node is one such call of `cascade_attention`. What is not exactly this
 pattern is left as it is: different pools, plans or scales, a state or a pool that something else
 reads in between.
+
+Where CUDA kernels serve, cascades over the same nodes also share one `work_list`, put before the
+first of them: all layers of a model do.
 """
 
 from __future__ import annotations
@@ -17,11 +20,13 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
 from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-from . import ops  # noqa: F401  (declares the ops that are named below)
+from .ops import kernels  # importing ops declares the ops that are named below
 
 _OPS = torch.ops.hf_cascade
 _PREFIX_ARGUMENTS = (
@@ -29,30 +34,37 @@ _PREFIX_ARGUMENTS = (
     "reader_indptr", "readers", "sm_scale",
 )  # fmt: skip
 _SUFFIX_ARGUMENTS = (*_PREFIX_ARGUMENTS[:8], "leaves", "sm_scale")
+_WORK_ARGUMENTS = (*_PREFIX_ARGUMENTS[3:8], "leaves", "reader_indptr", "readers")
+# Inductor stores what a compilation adds to its counters with the compiled graph, and adds it
+# again when it takes the graph from its cache on disk.
+_COUNTER = "hf_cascade_fused"
+
+
+def num_fused() -> int:
+    """Cascades fused in this process, those in graphs from torch's cache on disk included."""
+    return counters["inductor"][_COUNTER]
 
 
 class FusePass(CustomGraphPass):
-    """The pass; `num_fused` counts the cascades it has fused since it was made.
-
-    A graph that torch takes from its compile cache on disk was fused when it was put there.
-    """
+    """The pass; `then` is another one, to run after it."""
 
     def __init__(self, then: Callable[[Graph], None] | None = None) -> None:
         self.then = then
-        self.num_fused = 0
 
     def __call__(self, graph: Graph) -> None:
         merges = graph.find_nodes(op="call_function", target=_OPS.merge_state.default)
-        self.num_fused += sum(_fuse(merge) for merge in merges)
+        work_lists: dict[tuple, Node] = {}
+        counters["inductor"][_COUNTER] += sum(_fuse(merge, work_lists) for merge in merges)
         if self.then is not None:
             self.then(graph)
 
     def __deepcopy__(self, memo: dict) -> FusePass:
-        return self  # transformers copies compile options; the count has to stay one
+        return self  # transformers copies compile options, and compares them
 
     def uuid(self) -> Any:
         """What the compile cache keys on; None (no caching) if the chained pass has no key."""
-        own = get_hash_for_files((__file__,))
+        library = kernels.status().library
+        own = (get_hash_for_files((__file__,)), None if library is None else library.name)
         if self.then is None:
             return own
         other = self.then.uuid() if isinstance(self.then, CustomGraphPass) else None
@@ -71,7 +83,7 @@ def fuse_pass(then: Callable[[Graph], None] | None = None) -> FusePass:
     return FusePass(then)
 
 
-def _fuse(merge: Node) -> bool:
+def _fuse(merge: Node, work_lists: dict[tuple, Node]) -> bool:
     """Fuse the cascade that ends in this merge_state; False if there is none."""
     states = _states(merge)
     if states is None:
@@ -92,6 +104,7 @@ def _fuse(merge: Node) -> bool:
     kwargs |= {name: suffix[name] for name in _SUFFIX_ARGUMENTS if name not in ("k_pool", "v_pool")}
     kwargs |= {name: prefix[name] for name in ("reader_indptr", "readers")}
     with graph.inserting_before(merge):
+        kwargs["work"] = _work_list(graph, kwargs, prefix["k_pool"].meta["val"], work_lists)
         fused = graph.call_function(
             auto_functionalized_v2, (_OPS.cascade_attention.default,), kwargs
         )
@@ -105,6 +118,26 @@ def _fuse(merge: Node) -> bool:
     for node in (merge, *(n for n, _ in states), append):
         _erase(node)
     return True
+
+
+def _work_list(
+    graph: Graph, kwargs: dict[str, Any], pool: Tensor, made: dict[tuple, Node]
+) -> Node | None:
+    """The work list of a fused call; `made` has those of the calls before it in the graph."""
+    q = kwargs["q"].meta["val"]
+    if not kernels.serve(pool) or q.dtype != pool.dtype:
+        return None
+    _, num_kv_heads, page_size, head_dim = pool.shape
+    sizes = (page_size, q.shape[1], num_kv_heads, head_dim)
+    if not all(isinstance(size, int) for size in sizes):  # a symbol is no argument of a node
+        return None
+    arguments = (*(kwargs[name] for name in _WORK_ARGUMENTS), *sizes)
+    if arguments not in made:
+        node = graph.call_function(_OPS.work_list.default, arguments)
+        values = [value.meta["val"] if isinstance(value, Node) else value for value in arguments]
+        node.meta["val"] = _OPS.work_list.default(*values)
+        made[arguments] = node
+    return made[arguments]
 
 
 def _states(

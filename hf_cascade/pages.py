@@ -75,12 +75,15 @@ class PagePool:
     A layer's shape, dtype and device are those of the first K and V it is asked to hold, so
     quantized, sharded and mixed models need no configuration. The pool grows with the allocator
     by doubling, but not beyond what `reserve` announced.
+
+    `version` counts the changes of address: what was captured in a graph before is of no use.
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
         self.allocator = allocator
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._reserved_pages = 0
+        self.version = 0
 
     def reserve(self, num_pages: int) -> None:
         """Announce the most pages that will be in use until the next call; allocates nothing."""
@@ -90,6 +93,7 @@ class PagePool:
         """Make every layer hold every page handed out so far."""
         for layer_idx, (k_pool, v_pool) in self._layers.items():
             if k_pool.shape[0] < self.allocator.num_pages:
+                self.version += 1
                 self._layers[layer_idx] = (self._grown(k_pool), self._grown(v_pool))
 
     def layer(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,6 +107,7 @@ class PagePool:
         # A model that changed its dtype or device has no use for what is stored.
         if pools is None or not (_fits(pools[0], k) and _fits(pools[1], v)):
             pools = self._layers[layer_idx] = (self._created(k), self._created(v))
+            self.version += 1
         return pools
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:

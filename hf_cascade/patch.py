@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from transformers import GenerationMixin, PreTrainedModel
@@ -27,7 +27,7 @@ def patch(
     page_size: int = 16,
     max_pages: int | None = None,
     strict: bool = False,
-    compile: bool = False,
+    compile: bool | Literal["auto"] = "auto",
 ) -> Model:
     """Make `model.generate` compute, store and read shared prefixes once.
 
@@ -44,7 +44,9 @@ def patch(
             memory. A call that needs more raises OutOfPagesError.
         strict: raise UnsupportedCallError instead of falling back.
         compile: run the decode steps of sampling and greedy search through torch.compile, with
-            cascades fused (`fuse_pass`). The first call takes long; later ones reuse its graph.
+            cascades fused (`fuse_pass`), and on a GPU as one CUDA graph. The first call takes
+            long and says so (logging.INFO); later ones reuse what was compiled. "auto" does so on
+            a GPU, and where compiling fails it runs the steps as they are.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:

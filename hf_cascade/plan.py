@@ -66,10 +66,9 @@ class Plan:
     Shapes, for N nodes, B sequences and T query tokens (ops/cascade.py says more of each):
     q_indptr [B + 1], slots [T], kv_indptr [N + 1] in pages, kv_indices [pages], kv_len [N],
     first_slot [N], leaves [B], reader_indptr [N + 1], readers [number of (node, sequence) pairs].
-    All are parts of `packed`, so that one copy brings them to the device.
+    All are parts of one tensor, so that one copy brings them to the device.
     """
 
-    packed: Tensor
     q_indptr: Tensor
     slots: Tensor
     kv_indptr: Tensor
@@ -80,22 +79,13 @@ class Plan:
     reader_indptr: Tensor
     readers: Tensor
 
-    def update(self, layout: Layout) -> None:
-        """Take over the values of a layout of the same shapes, in place."""
-        self.packed.copy_(_pack(layout)[0], non_blocking=True)
-
     @property
     def nodes(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """The query offsets and the node table, in the order in which the ops take them."""
         return self.q_indptr, self.kv_indptr, self.kv_indices, self.kv_len, self.first_slot
 
-    @property
-    def has_prefix(self) -> bool:
-        """Whether any sequence has a prefix (known without a sync)."""
-        return self.readers.shape[0] > 0
 
-
-def build_layout(tree: KVTree, queries: Sequence[Query | None]) -> Layout:
+def build_layout(tree: KVTree, queries: Sequence[Query | None], room: int = 0) -> Layout:
     """The shape of the tree that a pass with these queries touches.
 
     Nodes are the queried ones and their ancestors, parents first. A queried node holds `stop`
@@ -105,12 +95,15 @@ def build_layout(tree: KVTree, queries: Sequence[Query | None]) -> Layout:
         tree: the tree.
         queries: one per sequence, in the order of their tokens in packed q; None is a sequence
             that is over, whose one token is neither stored nor attended with.
+        room: tokens that each queried node may still grow by: its list of pages has the length
+            that it then needs, with page 0 for those that it has not taken yet.
     """
     index: dict[Node, int] = {}
     readers_of: list[list[int]] = []
     kv_len: list[int] = []
     leaves: list[int] = []
     q_indptr, slots = [0], []
+    num_pages: dict[int, int] = {}  # that a queried node lists
     over = -1  # the row of the empty node that all sequences which are over share
 
     def row_of(node: Node) -> int:
@@ -131,13 +124,16 @@ def build_layout(tree: KVTree, queries: Sequence[Query | None]) -> Layout:
                 readers_of[row_of(ancestor)].append(seq)
             leaf = row_of(query.node)
             kv_len[leaf] = query.stop
+            if room:
+                num_slots = query.node.first_slot + query.stop + room
+                num_pages[leaf] = -(-num_slots // tree.allocator.page_size)
             leaves.append(leaf)
             slots += tree.slots(query.node, query.start, query.stop)
         q_indptr.append(len(slots))
 
     kv_indptr, kv_indices, reader_indptr, readers = [0], [], [0], []
-    for node, node_readers in zip(index, readers_of, strict=True):
-        kv_indices += node.pages
+    for row, (node, node_readers) in enumerate(zip(index, readers_of, strict=True)):
+        kv_indices += node.pages + [0] * (num_pages.get(row, 0) - len(node.pages))
         kv_indptr.append(len(kv_indices))
         readers += node_readers
         reader_indptr.append(len(readers))
@@ -156,23 +152,33 @@ def build_layout(tree: KVTree, queries: Sequence[Query | None]) -> Layout:
 
 def build_plan(layout: Layout, device: torch.device) -> Plan:
     """The layout's values on `device`: one copy, then views."""
+    lists = [getattr(layout, field.name) for field in fields(Layout)]
+    return Plan(*views(to_device(packed_lists(lists), device), [len(values) for values in lists]))
+
+
+def packed_lists(lists: Sequence[list[int]]) -> list[int]:
+    """The lists one after the other, each at an aligned offset."""
+    return [x for values in lists for x in values + [0] * (_aligned(len(values)) - len(values))]
+
+
+def to_device(values: list[int], device: torch.device) -> Tensor:
+    """int32 values on `device`, without a wait for it."""
+    # On pinned memory a copy is no sync; torch keeps the memory until the copy is done.
+    is_cuda = device.type == "cuda"
     with torch.inference_mode(False):  # inference tensors could not be updated in place
-        packed, lengths = _pack(layout)
-        packed = packed.to(device)
-    parts = packed.split([_aligned(length) for length in lengths])
-    views = [part[:length] for part, length in zip(parts, lengths, strict=True)]
-    for view in views:
+        host = torch.tensor(values, dtype=torch.int32, pin_memory=is_cuda)
+        return host.to(device, non_blocking=True)
+
+
+def views(packed: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """The lists of these lengths in what `packed_lists` made."""
+    with torch.inference_mode(False):
+        parts = packed.split([_aligned(length) for length in lengths])
+        found = [part[:length] for part, length in zip(parts, lengths, strict=True)]
+    for view in found:
         # What differs between calls is a size, not another compilation.
         torch._dynamo.maybe_mark_dynamic(view, 0)
-    return Plan(packed, *views)
-
-
-def _pack(layout: Layout) -> tuple[Tensor, list[int]]:
-    """All values in one host tensor, each list at an aligned offset; and the lists' lengths."""
-    lists = [getattr(layout, field.name) for field in fields(Layout)]
-    lengths = [len(values) for values in lists]
-    padded = [values + [0] * (_aligned(len(values)) - len(values)) for values in lists]
-    return torch.tensor([x for values in padded for x in values], dtype=torch.int32), lengths
+    return found
 
 
 def _aligned(length: int) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .cache import CascadeCache
-from .plan import Query
+from .plan import Query, to_device
 from .tree import Node
 
 
@@ -99,7 +99,7 @@ def packed_prefill(
         start = stop
     cache.start_decoding(ends, prompts.inputs.shape[1])
     per_end = torch.stack([row for row in logits if row is not None])
-    per_row = per_end[torch.tensor([last_of[end] for end in ends], device=per_end.device)]
+    per_row = per_end.index_select(0, to_device([last_of[end] for end in ends], per_end.device))
     return CausalLMOutputWithPast(
         logits=per_row[:, None],  # type: ignore[arg-type]
         past_key_values=cache,
@@ -117,7 +117,7 @@ def _forward(
     cache.begin(chunk)
     # Offloaded weights are on "meta" between their uses; hooks then move the inputs.
     device = inputs.device if model.device.type == "meta" else model.device
-    kept = torch.tensor(wanted or [0], device=device)
+    kept = to_device(wanted or [0], device).long()
     keeps_logits = model._supports_logits_to_keep()
     name = "input_ids" if inputs.ndim == 1 else "inputs_embeds"
     outputs = model(

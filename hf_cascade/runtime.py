@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from .fuse import FusePass
 from .ops import kernels
 from .pages import PageAllocator, PagePool
 from .stats import GenerateStats
+from .step import StepCompiler
 from .tree import KVTree
 
 logger = logging.getLogger("hf_cascade")
@@ -34,13 +36,15 @@ class Options:
     page_size: int = 16
     max_pages: int | None = None
     strict: bool = False
-    compile: bool = False
+    compile: bool | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
         if self.max_pages is not None and self.max_pages < 1:
             raise ValueError(f"max_pages must be at least 1 or None, got {self.max_pages}")
+        if self.compile not in (True, False, "auto"):
+            raise ValueError(f'compile must be True, False or "auto", got {self.compile!r}')
 
 
 class Cascade:
@@ -52,6 +56,7 @@ class Cascade:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.fusion = FusePass()
+        self.compiler = StepCompiler()
         self.lock = threading.RLock()
         self._in_strict = threading.local()  # depth of `strict()` contexts in this thread
         # The running call last; there are several where generate runs inside generate.
@@ -86,6 +91,7 @@ class Cascade:
             if self._calls:
                 raise RuntimeError("release() during generate: the pages are in use")
             self._new_pool()
+            self.compiler.release()
 
     @contextmanager
     def strict(self) -> Iterator[None]:
@@ -126,9 +132,15 @@ class Cascade:
         calls = self._calls
         return calls[-1] if calls and calls[-1].thread == threading.get_ident() else None
 
-    def open_cache(self, call: Call, is_compileable: bool) -> CascadeCache:
-        """A cache over an empty tree, for `call`; compileable if its decode steps are compiled."""
-        call.cache = CascadeCache(KVTree(self.allocator), self.pool, is_compileable)
+    def compiles_on(self, device: torch.device) -> bool:
+        """Whether decode steps of a model on this device are compiled."""
+        if self.options.compile == "auto":
+            return device.type == "cuda"
+        return self.options.compile
+
+    def open_cache(self, call: Call) -> CascadeCache:
+        """A cache over an empty tree, for `call`."""
+        call.cache = CascadeCache(KVTree(self.allocator), self.pool)
         return call.cache
 
     def fall_back(self, call: Call, reason: str, model_name: str) -> None:
@@ -154,7 +166,7 @@ class Cascade:
         if call.cache is not None:
             call.cache.end()
             self._description = call.cache.tree.describe()
-        self._stats = call.stats(self.pool.page_bytes(), self.allocator)
+        self._stats = call.stats(self.pool.page_bytes(), self.allocator, self.compiler)
         logger.debug("generate: %s", self._stats)
 
     def _drain(self) -> None:
@@ -173,7 +185,7 @@ class Call:
         self.thread = threading.get_ident()
         self.cleanup = ExitStack()  # undone when generate ends, however it ends
         self.cache: CascadeCache | None = None
-        self.may_close_rows = True
+        self.is_plain = True  # nothing of the user's watches the steps
         self.is_prefilled = False
         self.is_handed_over = False  # the cache outlives the call
         self.reason: str | None = None
@@ -191,7 +203,9 @@ class Call:
             self.prompt_tokens = rows.shape[0] * rows.shape[1]
         self.device = rows.device
 
-    def stats(self, page_bytes: int, allocator: PageAllocator) -> GenerateStats:
+    def stats(
+        self, page_bytes: int, allocator: PageAllocator, compiler: StepCompiler
+    ) -> GenerateStats:
         cache = self.cache
         stored_tokens = 0 if cache is None else sum(cache.prompt_length) + cache.row_steps
         return GenerateStats(
@@ -204,7 +218,11 @@ class Call:
             kv_bytes=0 if cache is None else allocator.peak_pages_in_use * page_bytes,
             kv_bytes_unshared=stored_tokens * page_bytes // allocator.page_size,
             backend="stock" if cache is None else self._backend(cache),
+            fused_layers=compiler.fused_layers if self._is_compiled(compiler) else 0,
         )
+
+    def _is_compiled(self, compiler: StepCompiler) -> bool:
+        return self.cache is not None and self.cache.is_compileable and compiler.failure is None
 
     def _backend(self, cache: CascadeCache) -> str:
         k_pools = [k_pool for k_pool, _ in cache.pool.layers()]

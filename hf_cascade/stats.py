@@ -22,6 +22,8 @@ class GenerateStats:
             path.
         backend: what computed attention and where: "kernels/cuda" is the CUDA kernels of csrc/,
             "torch/cpu" torch operators on the CPU; "stock" on the stock path.
+        fused_layers: layers whose attention the compiler made one call of in the decode steps; 0
+            where these were not compiled.
     """
 
     path: Literal["cascade", "stock"]
@@ -33,3 +35,4 @@ class GenerateStats:
     kv_bytes: int
     kv_bytes_unshared: int
     backend: str
+    fused_layers: int

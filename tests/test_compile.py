@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    CompileConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessorList,
+    PreTrainedModel,
+)
+from transformers.generation.streamers import BaseStreamer
 
 import hf_cascade
+from hf_cascade import cache, step_plan
+from hf_cascade.plan import build_layout
+from hf_cascade.runtime import Cascade
+from hf_cascade.stopping import LateStopCheck
 
 NUM_LAYERS = 2
 
@@ -36,11 +47,9 @@ def stock() -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def patched(stock: PreTrainedModel) -> Iterator[PreTrainedModel]:
+def patched(stock: PreTrainedModel) -> PreTrainedModel:
     torch._dynamo.reset()
-    # A cached graph would have been fused in another process, unseen.
-    with torch._inductor.config.patch(force_disable_caches=True):
-        yield hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+    return hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
 
 
 def generate(model: PreTrainedModel, length: int, rows: int = 1, **options) -> torch.Tensor:
@@ -62,8 +71,9 @@ def test_one_graph_serves_all_lengths(stock: PreTrainedModel, patched: PreTraine
 
 def test_every_layer_is_fused(patched: PreTrainedModel) -> None:
     generate(patched, 9)
-    assert patched.cascade.fusion.num_fused > 0
-    assert patched.cascade.fusion.num_fused % NUM_LAYERS == 0
+    assert patched.cascade.stats.fused_layers == NUM_LAYERS
+    generate(patched, 9, disable_compile=True)
+    assert patched.cascade.stats.fused_layers == 0
 
 
 @pytest.mark.parametrize(
@@ -128,23 +138,165 @@ def test_the_users_own_options_are_kept(stock: PreTrainedModel) -> None:
     )
     tokens = generate(model, 9, compile_config=config, max_new_tokens=4)
     assert seen
-    assert model.cascade.fusion.num_fused == NUM_LAYERS
+    assert model.cascade.stats.fused_layers == NUM_LAYERS
     assert torch.equal(tokens, generate(stock, 9, max_new_tokens=4))
 
 
 def test_copies_compile_anew(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
     generate(patched, 9)
     for copied in (copy.deepcopy(patched), pickle.loads(pickle.dumps(patched))):
-        assert "_compiled_call" not in vars(copied)
-        assert "_last_compile_config" not in vars(copied)
         assert copied.cascade.options.compile
+        assert copied.cascade.compiler is not patched.cascade.compiler
+        assert torch.equal(
+            generate(copied, 9, max_new_tokens=3), generate(stock, 9, max_new_tokens=3)
+        )
+        assert copied.cascade.stats.fused_layers == NUM_LAYERS
 
 
 def test_unpatch_leaves_no_compiled_call(stock: PreTrainedModel) -> None:
     model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
     before = set(vars(stock))
     generate(model, 9, max_new_tokens=2)
-    assert "_compiled_call" in vars(model)
+    assert model.cascade.stats.fused_layers == NUM_LAYERS
     hf_cascade.unpatch(model)
     assert set(vars(model)) == before
     assert torch.equal(generate(model, 9), generate(stock, 9))
+
+
+def test_one_graph_serves_all_batches(stock: PreTrainedModel, patched: PreTrainedModel) -> None:
+    generate(patched, 9)
+    counters.clear()
+    for rows, samples in ((1, 7), (3, 1), (2, 2), (5, 3), (1, 2)):
+        options = {"rows": rows, "num_return_sequences": samples}
+        assert torch.equal(generate(patched, 20, **options), generate(stock, 20, **options))
+    assert not counters["stats"]["unique_graphs"]
+
+
+def test_steps_allocate_pages_and_nothing_else_on_the_host(patched: PreTrainedModel) -> None:
+    """Between changes of the tree's shape its layout is not built again."""
+    with pytest.MonkeyPatch.context() as patch:
+        built: list[int] = []
+
+        def counted(*args, **kwargs):
+            built.append(1)
+            return build_layout(*args, **kwargs)
+
+        patch.setattr(step_plan, "build_layout", counted)
+        patch.setattr(cache, "build_layout", counted)
+        generate(patched, 9, max_new_tokens=40, min_new_tokens=40)
+    assert len(built) == 2  # the prompt's and the first step's
+
+
+def test_it_says_that_it_compiles(stock: PreTrainedModel, caplog) -> None:
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+    with caplog.at_level(logging.INFO, logger="hf_cascade"):
+        generate(model, 9, max_new_tokens=3)
+        generate(model, 9, max_new_tokens=3)
+    messages = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    assert [message.split()[0] for message in messages] == ["compiling", "compiled"]
+
+
+@pytest.mark.parametrize("name", ["auto", "never", 1.5, None])
+def test_what_compile_can_be(stock: PreTrainedModel, name: object) -> None:
+    model = copy.deepcopy(stock)
+    if name == "auto":
+        hf_cascade.patch(model, compile=name)
+        generate(model, 9, max_new_tokens=2)
+        assert model.cascade.stats.fused_layers == 0  # there is no GPU in it
+    else:
+        with pytest.raises(ValueError, match="compile must be"):
+            hf_cascade.patch(model, compile=name)
+
+
+# Where compiling fails
+
+
+def broken_compiler(graph, inputs, **options):
+    raise RuntimeError("no compiler")
+
+
+def test_auto_goes_on_without_a_compiler(stock: PreTrainedModel, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(Cascade, "compiles_on", lambda self, device: True)
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True)
+    config = CompileConfig(backend=broken_compiler)
+    for _ in range(2):
+        assert torch.equal(generate(model, 9, compile_config=config), generate(stock, 9))
+    assert model.cascade.stats.fused_layers == 0
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1
+    assert "no compiler" in warnings[0]
+
+
+def test_asked_for_it_is_an_error(stock: PreTrainedModel) -> None:
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no compiler"):
+        generate(model, 9, compile_config=CompileConfig(backend=broken_compiler))
+
+
+# The late stop check, which is a GPU's
+
+
+@pytest.fixture
+def late(monkeypatch) -> None:
+    monkeypatch.setattr(
+        LateStopCheck,
+        "is_supported",
+        staticmethod(lambda device, cache, is_returned, **_: cache.may_step_too_far),
+    )
+
+
+EARLY_ENDS = {"eos_token_id": list(range(2, 40)), "num_return_sequences": 2}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("options", [{}, EARLY_ENDS, EARLY_ENDS | {"num_return_sequences": 1}])
+def test_a_late_stop_changes_nothing(
+    stock: PreTrainedModel, patched: PreTrainedModel, late: None, compiled: bool, options: dict
+) -> None:
+    for length in range(5, 15):
+        expected, state = generate(stock, length, **options), torch.get_rng_state()
+        found = generate(patched, length, disable_compile=not compiled, **options)
+        assert torch.equal(found, expected)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert patched.cascade.stats.decode_steps == found.shape[1] - length - 1
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.is_ended = False
+
+    def put(self, value: torch.Tensor) -> None:
+        assert not self.is_ended
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.is_ended = True
+
+
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": list(range(2, 40))}])
+def test_a_late_stop_streams_the_same_tokens(
+    stock: PreTrainedModel, patched: PreTrainedModel, late: None, options: dict
+) -> None:
+    for length in (5, 6, 7):
+        streamers = Recorder(), Recorder()
+        for model, streamer in zip((stock, patched), streamers, strict=True):
+            generate(model, length, streamer=streamer, num_return_sequences=1, **options)
+        assert streamers[0].tokens == streamers[1].tokens
+        assert streamers[1].is_ended
+
+
+def test_what_watches_the_steps_sees_stock_s(
+    stock: PreTrainedModel, patched: PreTrainedModel, late: None
+) -> None:
+    def lengths_seen(model: PreTrainedModel) -> list[int]:
+        seen: list[int] = []
+
+        def watch(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            seen.append(ids.shape[1])
+            return scores
+
+        generate(model, 9, logits_processor=LogitsProcessorList([watch]), **EARLY_ENDS)
+        return seen
+
+    assert lengths_seen(patched) == lengths_seen(stock)

@@ -1,0 +1,130 @@
+"""When generate stops, and which rows are over, without waiting for the GPU.
+
+Stock generate asks the GPU after each step whether all rows are over, and the GPU idles while the
+host prepares the next step. Here the answer is read one step late, with the next step under way.
+Where it then says "over", that one step is undone, the random state included: tokens and random
+stream are those of stock generate.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import CascadeCache
+
+
+class HostCopy:
+    """A tensor's values on their way to the host."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host, self._arrived = tensor.detach(), None
+        if tensor.device.type == "cuda":
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event(blocking=True)
+            self._arrived.record(torch.cuda.current_stream(tensor.device))
+
+    def wait(self) -> Tensor:
+        """The values, as soon as they are here."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._host.cpu()
+
+
+class RowCloser:
+    """Tells the cache which rows are over; on a GPU two steps late, when the host knows anyway."""
+
+    def __init__(self, cache: CascadeCache) -> None:
+        self._cache = cache
+        self._over: Tensor | None = None
+        self._copies: deque[HostCopy] = deque()
+
+    def note(self, over: Tensor) -> None:
+        """Of each row, whether this step ended it (bool, [batch])."""
+        self._over = over if self._over is None else self._over | over
+        self._copies.append(HostCopy(self._over))
+        if len(self._copies) > (2 if over.device.type == "cuda" else 0):
+            self._cache.close_rows(self._copies.popleft().wait().tolist())
+
+
+class LateStopCheck:
+    """Whether all rows are over, one step late; in place of transformers' `DeferredStopCheck`.
+
+    Args:
+        input_ids: the prompts, [batch, length].
+        max_length: columns at which every row is over; None is no such limit.
+        cache: the call's.
+        cache_is_returned: always False.
+        streamer: gets each step's tokens one step late, and never those of a step undone.
+    """
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        max_length: int | None,
+        cache: CascadeCache,
+        cache_is_returned: bool,
+        streamer: Any = None,
+    ) -> None:
+        assert not cache_is_returned
+        self._max_length, self._cache, self._streamer = max_length, cache, streamer
+        self._device = input_ids.device
+        # Of the newest step: is all over, its tokens, and the random state that it left behind.
+        self._newest: tuple[HostCopy, HostCopy | None, Tensor] | None = None
+        self._undone = False
+
+    @staticmethod
+    def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, **_: Any) -> bool:
+        """Whether a step more than needed shows nowhere but in the time it takes."""
+        return (
+            device.type == "cuda"
+            and isinstance(cache, CascadeCache)
+            and cache.may_step_too_far
+            and not cache_is_returned
+        )
+
+    def __call__(self, unfinished_sequences: Tensor, tokens: Tensor, length: int) -> bool:
+        before, self._newest = (
+            self._newest,
+            (
+                HostCopy(unfinished_sequences.max() == 0),
+                None if self._streamer is None else HostCopy(tokens),
+                _random_state(self._device),
+            ),
+        )
+        if before is not None:
+            is_over, tokens_before, random_state = before
+            self._stream(tokens_before)
+            if is_over.wait():
+                self._undone = True
+                _set_random_state(self._device, random_state)
+                return True
+        return self._max_length is not None and length >= self._max_length
+
+    def finish(self) -> int:
+        """How many steps, 0 or 1, are to be taken back."""
+        if self._undone:
+            self._cache.undo_step()
+        elif self._newest is not None:
+            self._stream(self._newest[1])
+        return int(self._undone)
+
+    def _stream(self, tokens: HostCopy | None) -> None:
+        if tokens is not None:
+            self._streamer.put(tokens.wait())
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """That of the device's generator; it lies on the host, so this is no sync."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
