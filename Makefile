@@ -9,8 +9,9 @@ RUN := $(VENV)/bin/python
 demo: $(VENV)/installed
 	$(RUN) -m examples.demo
 
-test: $(VENV)/installed
+test: $(VENV)/installed $(VENV)/ecosystem
 	$(RUN) -m pytest
+	PYTHONPATH=$(VENV)/torchao $(RUN) -m pytest tests/ecosystem/test_quantized.py -k torchao
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -39,4 +40,12 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --constraint constraints.txt "$$(grep '^torch==' constraints.txt)"
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[demo,test,lint]"
+	touch $@
+
+# What only tests/ecosystem needs. torchao lies apart: where it can be found, whoever imports
+# transformers gets its warnings.
+$(VENV)/ecosystem: $(VENV)/installed
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[ecosystem]"
+	rm -rf $(VENV)/torchao
+	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/torchao torchao
 	touch $@
