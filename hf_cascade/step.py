@@ -43,8 +43,8 @@ class StepCompiler:
         self._compiled: Callable[..., Any] | None = None
         self._known: set[tuple] = set()  # inputs, by shape, that a step has run with
         self._not_captured: set[tuple] = set()  # and those whose capture failed
-        self._memory: Any = None  # of captured graphs, a torch.cuda.MemPool
-        self._stream: Any = None
+        self._stream: Any = None  # to capture on
+        self._last_graph: Any = None  # whose memory the next one takes over
 
     def step(
         self, model: Any, cache: CascadeCache, config: Any, *, must_compile: bool, captures: bool
@@ -92,9 +92,32 @@ class StepCompiler:
         """Whether a step has run with inputs like these: nothing is left to load or compile."""
         return _shapes(inputs) in self._known
 
+    def capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
+        """Capture what `run` launches on the current device.
+
+        Returns:
+            The graph, and what `run` returned: tensors that each replay writes anew.
+        Raises:
+            RuntimeError: `run` waits for the GPU, or it is left to be compiled.
+        """
+        if self._stream is None or self._stream.device_index != torch.cuda.current_device():
+            self._stream, self._last_graph = torch.cuda.Stream(), None
+        self._stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(self._stream), torch.compiler.set_stance("fail_on_recompile"):
+                graph, outputs = _capture(run, self._last_graph)
+        except BaseException:
+            # A capture that fails leaves torch's generators as they are in one; this ends it.
+            with torch.cuda.stream(self._stream):
+                _capture(lambda: torch.zeros(1, device="cuda"), None)
+            raise
+        torch.cuda.current_stream().wait_stream(self._stream)
+        self._last_graph = graph
+        return graph, outputs
+
     def release(self) -> None:
         """Give the memory of captured graphs back."""
-        self._memory = None
+        self._last_graph = None
 
 
 class DecodeStep:
@@ -127,10 +150,13 @@ class DecodeStep:
             self._graph = self._captured(key, version, inputs)
         if self._graph is not None:
             return self._graph.replay(inputs)
-        self._cache.advance()
-        outputs = self._compiler.run(self._model, _marked(inputs), must_compile=self._must_compile)
+        outputs = self._run(inputs, must_compile=self._must_compile)
         self._compiler._known.add(key)
         return outputs
+
+    def _run(self, inputs: dict[str, Any], *, must_compile: bool) -> Any:
+        self._cache.advance()
+        return self._compiler.run(self._model, _marked(inputs), must_compile=must_compile)
 
     def _may_capture(self, key: tuple) -> bool:
         compiler = self._compiler
@@ -149,22 +175,7 @@ class DecodeStep:
         device = next(v.device for v in statics.values() if isinstance(v, Tensor))
         try:
             with _capture_lock, torch.cuda.device(device):
-                if compiler._stream is None:
-                    compiler._stream = torch.cuda.Stream(device)
-                if compiler._memory is None:
-                    compiler._memory = torch.cuda.MemPool()
-                compiler._stream.wait_stream(torch.cuda.current_stream())
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.stream(compiler._stream):
-                    graph.capture_begin(pool=compiler._memory.id, capture_error_mode="thread_local")
-                    try:
-                        self._cache.advance()
-                        # Whatever is left to compile is compiled outside, in the next step.
-                        with torch.compiler.set_stance("fail_on_recompile"):
-                            outputs = compiler.run(self._model, _marked(statics), must_compile=True)
-                    finally:
-                        graph.capture_end()
-                torch.cuda.current_stream().wait_stream(compiler._stream)
+                graph, outputs = compiler.capture(lambda: self._run(statics, must_compile=True))
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:
@@ -198,6 +209,17 @@ class _Graph:
                 static.copy_(inputs[name], non_blocking=True)
         self.graph.replay()
         return self.outputs
+
+
+def _capture(run: Callable[[], Any], memory_of: Any) -> tuple[Any, Any]:
+    graph = torch.cuda.CUDAGraph()
+    pool = () if memory_of is None else (memory_of.pool(),)
+    graph.capture_begin(*pool, capture_error_mode="thread_local")
+    try:
+        outputs = run()
+    finally:
+        graph.capture_end()
+    return graph, outputs
 
 
 def _shapes(inputs: dict[str, Any]) -> tuple:
