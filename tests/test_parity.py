@@ -42,6 +42,7 @@ from transformers import (
     StoppingCriteriaList,
     TextIteratorStreamer,
 )
+from transformers.generation import WatermarkingConfig
 from transformers.generation.streamers import BaseStreamer
 
 import hf_cascade
@@ -118,7 +119,7 @@ SAMPLING = {
         "guidance_scale": 1.6,
         "negative_prompt_ids": torch.tensor([tokens(6, seed=9)] * 15),
     },
-    "watermark": {"watermarking_config": {"bias": 3.0}},
+    "watermark": {"watermarking_config": WatermarkingConfig(bias=3.0)},
     "forced_eos_token_id": {"forced_eos_token_id": 7},
     "renormalized": {"top_k": 7, "renormalize_logits": True},
     "several at once": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2},
