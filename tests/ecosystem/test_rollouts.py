@@ -76,7 +76,7 @@ def test_generate_train_generate_in_groups():
 
 # TRL
 
-LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("adapter", [None, LORA], ids=["all weights", "LoRA"])
@@ -100,6 +100,7 @@ def test_grpo_trainer(adapter, tmp_path):
             output_dir=str(tmp_path), seed=0, use_cpu=True, bf16=False, report_to=[],
             save_strategy="no", max_steps=3, learning_rate=1e-2, num_generations=GROUP_SIZE,
             per_device_train_batch_size=2 * GROUP_SIZE, max_completion_length=16,
+            disable_dropout=True,  # with dropout, and the model in train mode, it is stock's turn
         )  # fmt: skip
         trainer = trl.GRPOTrainer(
             model=model,
