@@ -135,12 +135,10 @@ def switch_back(configs: Iterable[tuple[PreTrainedConfig, str | None]]) -> None:
 
 
 def _configs(model: Any) -> list[PreTrainedConfig]:
-    configs = {
-        id(module.config): module.config
-        for module in model.modules()
-        if isinstance(getattr(module, "config", None), PreTrainedConfig)
-    }
-    return list(configs.values())
+    found = (vars(module).get("config") for module in model.modules())
+    return list(
+        {id(config): config for config in found if isinstance(config, PreTrainedConfig)}.values()
+    )
 
 
 def _implementation_before(config: Any) -> str:

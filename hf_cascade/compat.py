@@ -24,6 +24,7 @@ from .errors import UnsupportedModelError
 from .gates import call_obstacle
 from .prefill import packed_prefill, read_prompts
 from .runtime import Cascade
+from .step import DecodeStep
 from .stopping import LateStopCheck, RowCloser
 from .versions import TESTED_TRANSFORMERS
 
@@ -107,10 +108,9 @@ class CascadeGenerate:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
+        assert call.prompt_shape is not None  # or there was an obstacle
         cache = self.cascade.open_cache(call)
-        cache.is_compileable = generation_mode.value in _COMPILED_MODES and self._compiles(
-            generation_config, cache
-        )
+        cache.is_compileable = self._compiles(generation_config, cache, rows=call.prompt_shape[0])
         # A page too many may be one that max_pages does not grant.
         cache.may_step_too_far = (
             call.is_plain and self.cascade.options.max_pages is None and not _is_distributed()
@@ -118,20 +118,20 @@ class CascadeGenerate:
         model_kwargs["past_key_values"] = model_kwargs["hf_cascade"] = cache
         call.cleanup.enter_context(attention_switched(self))
 
-    def _compiles(self, generation_config, cache: CascadeCache) -> bool:
-        """Whether the call's decode steps are compiled; then the config says how."""
+    def _compiles(self, generation_config, cache: CascadeCache, rows: int) -> bool:
+        """Whether decode steps of so many rows are compiled; then the config says how."""
         if not self.cascade.compiles_on(self.device) or generation_config.disable_compile:
             return False
         compile_config = generation_config.compile_config
-        generation_config.compile_config = self._compile_config(generation_config)
+        generation_config.compile_config = self._compile_config(generation_config, rows)
         cache.is_compileable = True
         if self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):  # type: ignore[attr-defined]
             return True
         generation_config.compile_config = compile_config
         return False
 
-    def _compile_config(self, generation_config) -> CompileConfig:
-        """How the decode step is compiled: as the user said, and with cascades fused."""
+    def _compile_config(self, generation_config, rows: int) -> CompileConfig:
+        """How decode steps are compiled: as the user said, and with cascades fused."""
         config = copy.copy(generation_config.compile_config)
         if config is None:
             config = CompileConfig(fullgraph=not _has_hooks(self), mode=None)  # type: ignore[arg-type]
@@ -141,6 +141,9 @@ class CascadeGenerate:
             config.mode = None
         name = "post_grad_custom_pre_pass"
         self.cascade.fusion.then = options.get(name) or getattr(torch._inductor.config, name)
+        if rows == 1 and self.device.type == "cuda":
+            # Where matrices meet a single vector, the compiler's own kernels beat the library's.
+            options.setdefault("coordinate_descent_tuning", True)
         config.options = options | {name: self.cascade.fusion}
         config._compile_all_devices = True
         return config
@@ -149,13 +152,11 @@ class CascadeGenerate:
         call = self.cascade.current
         if call is None or call.cache is None:
             return super().get_compiled_call(compile_config)  # type: ignore[misc]
-        return self.cascade.compiler.step(
-            self,
-            call.cache,
-            compile_config,
-            must_compile=self.cascade.options.compile is True,
-            captures=self.device.type == "cuda" and not _has_hooks(self) and not _is_distributed(),
+        forward = self.cascade.compiler.forward(
+            self, compile_config, must_compile=self.cascade.options.compile is True
         )
+        captures = self.device.type == "cuda" and not _has_hooks(self) and not _is_distributed()
+        return DecodeStep(forward, call.cache, captures=captures)
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]
@@ -179,6 +180,14 @@ class CascadeGenerate:
         if call is None or call.cache is None:
             return super()._sample(*args, **kwargs)  # type: ignore[misc]
         return _late_sample(self, *args, **kwargs)
+
+    def _beam_search(self, *args, **kwargs):
+        call = self.cascade.current
+        if call is None or call.cache is None or not call.cache.is_compileable:
+            return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
+        # Sampling asks for a compiled call, beam search calls the model: here, one that steps.
+        step = self.get_compiled_call(kwargs["generation_config"].compile_config)
+        return GenerationMixin._beam_search(_Stepping(self, step), *args, **kwargs)
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         call, cache = self.cascade.current, model_kwargs.get("past_key_values")
@@ -217,6 +226,19 @@ def _new_patched(original: type) -> Any:
     return patched.__new__(patched)
 
 
+class _Stepping:
+    """The model as the decoding loop sees it, but called it runs the decode step."""
+
+    def __init__(self, model: Any, step: DecodeStep) -> None:
+        self._model, self._step = model, step
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._step(**inputs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
 class _RowClosingCriteria(StoppingCriteriaList):
     """The call's stopping criteria, which also tell `rows` which ones are over."""
 
@@ -239,15 +261,13 @@ _late_sample = FunctionType(
     GenerationMixin._sample.__defaults__,
 )
 
-# Of generation: beam search asks for no compiled call.
-_COMPILED_MODES = ("sample", "greedy_search")
 _SWITCHED = "_hf_cascade_switched_configs"  # in the state of a copy
 _STEP_WATCHERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
 
 
 def _has_hooks(model: Any) -> bool:
     """Whether accelerate has put hooks on layers: it does where a model is split or offloaded."""
-    return any(hasattr(module, "_hf_hook") for module in model.modules())
+    return any("_hf_hook" in vars(module) for module in model.modules())
 
 
 def _is_distributed() -> bool:

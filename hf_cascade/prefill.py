@@ -74,7 +74,9 @@ def packed_prefill(
     Raises:
         OutOfPagesError: before anything is computed.
     """
-    ends = cache.tree.insert(prompts.rows)
+    rows = list(dict.fromkeys(prompts.rows))  # samples of a prompt come as copies of it
+    end_of = dict(zip(rows, cache.tree.insert(rows), strict=True))
+    ends = [end_of[row] for row in prompts.rows]
     queries = [Query(node, 0, node.kv_len) for node in cache.tree.nodes()]
     source = _sources(cache, queries, prompts, ends)
     positions = torch.cat([_positions(cache, query) for query in queries]).to(source.device)

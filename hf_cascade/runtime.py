@@ -91,7 +91,7 @@ class Cascade:
             if self._calls:
                 raise RuntimeError("release() during generate: the pages are in use")
             self._new_pool()
-            self.compiler.release()
+            self.compiler.capturer.release()
 
     @contextmanager
     def strict(self) -> Iterator[None]:

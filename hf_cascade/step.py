@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import CascadeCache
+from .capture import Capturer, Graph
 from .fuse import num_fused
 from .ops import kernels
 
 logger = logging.getLogger("hf_cascade")
-_capture_lock = threading.Lock()  # torch captures one graph at a time in a process
 
 
 class StepCompiler:
@@ -39,204 +37,143 @@ class StepCompiler:
     def __init__(self) -> None:
         self.fused_layers = 0
         self.failure: str | None = None
-        self._config: Any = None
-        self._compiled: Callable[..., Any] | None = None
-        self._known: set[tuple] = set()  # inputs, by shape, that a step has run with
-        self._not_captured: set[tuple] = set()  # and those whose capture failed
-        self._stream: Any = None  # to capture on
-        self._last_graph: Any = None  # whose memory the next one takes over
+        self.capturer = Capturer()
+        self._forwards: list[tuple[Any, CompiledForward]] = []
 
-    def step(
-        self, model: Any, cache: CascadeCache, config: Any, *, must_compile: bool, captures: bool
-    ) -> DecodeStep:
-        """The decode step of one call.
+    def forward(self, model: Any, config: Any, *, must_compile: bool) -> CompiledForward:
+        """The model's forward pass as a CompileConfig of transformers says."""
+        for known, forward in self._forwards:
+            if known == config:
+                return forward
+        compiled = torch.compile(model.__call__, **config.to_dict())
+        self._forwards.append((config, CompiledForward(self, model, compiled, must_compile)))
+        return self._forwards[-1][1]
 
-        Args:
-            model: what to run; called as it is where it can't be compiled.
-            cache: the call's.
-            config: a CompileConfig of transformers.
-            must_compile: a failure to compile is an error.
-            captures: replay steps on a GPU as a CUDA graph.
-        """
-        if self._compiled is None or config != self._config:
-            self._config = config
-            self._compiled = torch.compile(model.__call__, **config.to_dict())
-            self._known.clear()
-        return DecodeStep(self, model, cache, must_compile=must_compile, captures=captures)
 
-    def run(self, model: Any, inputs: dict[str, Any], *, must_compile: bool) -> Any:
-        """The model's forward pass: compiled or, where that fails, as it is."""
-        if self.failure is not None:
-            return model(**inputs)
-        assert self._compiled is not None
-        key = _shapes(inputs)
-        if key in self._known:
-            return self._compiled(**inputs)
+class CompiledForward:
+    """The forward pass of a model, compiled; where that fails, as it is.
+
+    Args:
+        compiler: the model's.
+        model: the model.
+        compiled: its compiled call.
+        must_compile: a failure to compile is an error.
+    """
+
+    def __init__(
+        self, compiler: StepCompiler, model: Any, compiled: Callable[..., Any], must_compile: bool
+    ) -> None:
+        self._compiler, self._model, self._compiled = compiler, model, compiled
+        self._must_compile = must_compile
+        self._known: set[tuple] = set()  # shapes that it has run with
+        self._cannot_capture = False
+
+    def __call__(self, inputs: dict[str, Any]) -> Any:
+        """Run with inputs of any shapes, compiling what is not yet compiled."""
+        outputs = self._first_run(inputs) if not self.is_ready(inputs) else self._run(inputs)
+        self._known.add(shapes(inputs))
+        return outputs
+
+    def is_ready(self, inputs: dict[str, Any]) -> bool:
+        """Whether it has run with inputs of these shapes: nothing is left to load or compile."""
+        return shapes(inputs) in self._known
+
+    def captured(self, cache: CascadeCache, inputs: dict[str, Any]) -> Graph | None:
+        """A step of `cache` as a graph; None where that is not possible (yet)."""
+        if self._cannot_capture or not self.is_ready(inputs):
+            return None
+
+        def run(**own: Any) -> Any:
+            cache.advance()
+            # What is left to compile is compiled outside, in the step that then takes over.
+            with torch.compiler.set_stance("fail_on_recompile"):
+                return self._run(own)
+
+        try:
+            with torch.cuda.device(next(tensors(inputs)).device):
+                return self._compiler.capturer.capture(run, inputs)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if "recompile" in str(error):  # a guard failed
+                self._known.discard(shapes(inputs))
+            else:
+                self._cannot_capture = True
+                logger.warning("decode steps run without a CUDA graph: %s", error)
+            return None
+
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        if self._compiler.failure is not None:
+            return self._model(**inputs)
+        for value in tensors(inputs):
+            if value.ndim and value.shape[0] > 1:  # one batch size is like another
+                torch._dynamo.maybe_mark_dynamic(value, 0)
+        return self._compiled(**inputs)
+
+    def _first_run(self, inputs: dict[str, Any]) -> Any:
         if not self._known:
-            _announce(f"compiling the decode step of {type(model).__name__}, once a process")
+            _announce(f"compiling the decode step of {type(self._model).__name__}")
         fused_before, started = num_fused(), time.perf_counter()
         try:
-            outputs = self._compiled(**inputs)
+            outputs = self._run(inputs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            if must_compile:
+            if self._must_compile:
                 raise
-            self.failure = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            logger.warning("decode steps are not compiled: %s", self.failure)
-            return model(**inputs)
+            self._compiler.failure = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+            logger.warning("decode steps are not compiled: %s", self._compiler.failure)
+            return self._run(inputs)
         if num_fused() > fused_before:
-            self.fused_layers = num_fused() - fused_before
+            self._compiler.fused_layers = num_fused() - fused_before
             _announce(f"compiled in {time.perf_counter() - started:.0f} s")
         return outputs
 
-    def knows(self, inputs: dict[str, Any]) -> bool:
-        """Whether a step has run with inputs like these: nothing is left to load or compile."""
-        return _shapes(inputs) in self._known
-
-    def capture(self, run: Callable[[], Any]) -> tuple[Any, Any]:
-        """Capture what `run` launches on the current device.
-
-        Returns:
-            The graph, and what `run` returned: tensors that each replay writes anew.
-        Raises:
-            RuntimeError: `run` waits for the GPU, or it is left to be compiled.
-        """
-        if self._stream is None or self._stream.device_index != torch.cuda.current_device():
-            self._stream, self._last_graph = torch.cuda.Stream(), None
-        self._stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with torch.cuda.stream(self._stream), torch.compiler.set_stance("fail_on_recompile"):
-                graph, outputs = _capture(run, self._last_graph)
-        except BaseException:
-            # A capture that fails leaves torch's generators as they are in one; this ends it.
-            with torch.cuda.stream(self._stream):
-                _capture(lambda: torch.zeros(1, device="cuda"), None)
-            raise
-        torch.cuda.current_stream().wait_stream(self._stream)
-        self._last_graph = graph
-        return graph, outputs
-
-    def release(self) -> None:
-        """Give the memory of captured graphs back."""
-        self._last_graph = None
-
 
 class DecodeStep:
-    """What `generate` calls in place of the model in the decode steps of one call."""
+    """What `generate` calls in place of the model in the decode steps of one call.
 
-    def __init__(
-        self,
-        compiler: StepCompiler,
-        model: Any,
-        cache: CascadeCache,
-        *,
-        must_compile: bool,
-        captures: bool,
-    ) -> None:
-        self._compiler, self._model, self._cache = compiler, model, cache
-        self._must_compile, self._captures = must_compile, captures
-        self._graph: _Graph | None = None
+    Args:
+        forward: the compiled forward pass.
+        cache: the call's.
+        captures: replay steps on a GPU as a CUDA graph.
+    """
+
+    def __init__(self, forward: CompiledForward, cache: CascadeCache, *, captures: bool) -> None:
+        self._forward, self._cache = forward, cache
+        self._captures = captures
+        self._graph: Graph | None = None
+        self._graph_of: tuple | None = None
 
     def __call__(self, **inputs: Any) -> Any:
         """One step of inputs as `prepare_inputs_for_generation` makes them.
 
         Returns:
-            The model's output; a later step may overwrite its tensors.
+            The model's output; the next step may overwrite its tensors.
         """
-        key = _shapes(inputs)
-        version = self._cache.pool.version
-        if self._graph is not None and (self._graph.key, self._graph.version) != (key, version):
-            self._graph = None
-        if self._graph is None and self._may_capture(key):
-            self._graph = self._captured(key, version, inputs)
+        of = (shapes(inputs), self._cache.pool.version)
+        if self._graph is None or self._graph_of != of:
+            self._graph, self._graph_of = None, of
+            # Attention composed of torch operators reads lengths to the host.
+            if self._captures and all(
+                kernels.serve(k_pool) for k_pool, _ in self._cache.pool.layers()
+            ):
+                self._graph = self._forward.captured(self._cache, inputs)
         if self._graph is not None:
             return self._graph.replay(inputs)
-        outputs = self._run(inputs, must_compile=self._must_compile)
-        self._compiler._known.add(key)
-        return outputs
-
-    def _run(self, inputs: dict[str, Any], *, must_compile: bool) -> Any:
         self._cache.advance()
-        return self._compiler.run(self._model, _marked(inputs), must_compile=must_compile)
-
-    def _may_capture(self, key: tuple) -> bool:
-        compiler = self._compiler
-        return (
-            self._captures
-            and key in compiler._known
-            and key not in compiler._not_captured
-            # Attention composed of torch operators reads lengths to the host.
-            and all(kernels.serve(k_pool) for k_pool, _ in self._cache.pool.layers())
-        )
-
-    def _captured(self, key: tuple, version: int, inputs: dict[str, Any]) -> _Graph | None:
-        """The step as a graph; None where that fails, and then the step has not run."""
-        compiler = self._compiler
-        statics = {k: v.clone() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-        device = next(v.device for v in statics.values() if isinstance(v, Tensor))
-        try:
-            with _capture_lock, torch.cuda.device(device):
-                graph, outputs = compiler.capture(lambda: self._run(statics, must_compile=True))
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:
-            # Unless it was a guard of the compiler, trying again does not help.
-            if "recompile" not in str(error):
-                compiler._not_captured.add(key)
-                logger.warning("decode steps run without a CUDA graph: %s", error)
-            compiler._known.discard(key)
-            return None
-        return _Graph(graph, key, version, statics, outputs)
+        return self._forward(inputs)
 
 
-@dataclass(frozen=True)
-class _Graph:
-    """A captured step; it reads `statics` and writes `outputs`.
-
-    Attributes:
-        key: shapes of its inputs.
-        version: of the page pool that it writes to.
-    """
-
-    graph: Any
-    key: tuple
-    version: int
-    statics: dict[str, Any]
-    outputs: Any
-
-    def replay(self, inputs: dict[str, Any]) -> Any:
-        for name, static in self.statics.items():
-            if isinstance(static, Tensor):
-                static.copy_(inputs[name], non_blocking=True)
-        self.graph.replay()
-        return self.outputs
+def tensors(inputs: dict[str, Any]) -> Any:
+    return (value for value in inputs.values() if isinstance(value, Tensor))
 
 
-def _capture(run: Callable[[], Any], memory_of: Any) -> tuple[Any, Any]:
-    graph = torch.cuda.CUDAGraph()
-    pool = () if memory_of is None else (memory_of.pool(),)
-    graph.capture_begin(*pool, capture_error_mode="thread_local")
-    try:
-        outputs = run()
-    finally:
-        graph.capture_end()
-    return graph, outputs
-
-
-def _shapes(inputs: dict[str, Any]) -> tuple:
-    """Inputs of equal keys run the same kernels: shapes of tensors, ids of what else there is."""
+def shapes(inputs: dict[str, Any]) -> tuple:
+    """Equal for inputs that run the same kernels: shapes of tensors, and what else there is."""
     return tuple(
         (name, value.shape if isinstance(value, Tensor) else repr(value))
         for name, value in inputs.items()
         if not isinstance(value, CascadeCache)
     )
-
-
-def _marked(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Tell torch.compile that one batch size is like another, but for a single row."""
-    for value in inputs.values():
-        if isinstance(value, Tensor) and value.ndim and value.shape[0] > 1:
-            torch._dynamo.maybe_mark_dynamic(value, 0)
-    return inputs
 
 
 def _announce(message: str) -> None:

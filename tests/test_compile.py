@@ -23,6 +23,7 @@ import hf_cascade
 from hf_cascade import cache, step_plan
 from hf_cascade.plan import build_layout
 from hf_cascade.runtime import Cascade
+from hf_cascade.step import CompiledForward
 from hf_cascade.stopping import LateStopCheck
 
 NUM_LAYERS = 2
@@ -206,6 +207,25 @@ def test_what_compile_can_be(stock: PreTrainedModel, name: object) -> None:
     else:
         with pytest.raises(ValueError, match="compile must be"):
             hf_cascade.patch(model, compile=name)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 3, "do_sample": False}, {"num_beams": 4}, {}])
+def test_every_step_is_a_compiled_one(
+    stock: PreTrainedModel, patched: PreTrainedModel, monkeypatch, options: dict
+) -> None:
+    steps: list[int] = []
+    run = CompiledForward.__call__
+
+    def counted(self, inputs):
+        steps.append(1)
+        return run(self, inputs)
+
+    monkeypatch.setattr(CompiledForward, "__call__", counted)
+    options = {"rows": 2, "num_return_sequences": 2} | options
+    for length in (11, 30):
+        steps.clear()
+        assert torch.equal(generate(patched, length, **options), generate(stock, length, **options))
+        assert len(steps) == patched.cascade.stats.decode_steps > 0
 
 
 # Where compiling fails

@@ -14,7 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessorList, Pre
 from transformers.generation.streamers import BaseStreamer
 
 import hf_cascade
-from hf_cascade import step
+from hf_cascade.capture import Capturer, Graph
+from hf_cascade.step import CompiledForward, DecodeStep
 from hf_cascade.stopping import LateStopCheck
 
 pytestmark = [
@@ -53,16 +54,17 @@ def patched(stock: PreTrainedModel) -> Iterator[PreTrainedModel]:
 
 
 @pytest.fixture
-def captures(monkeypatch) -> list[step._Graph | None]:
+def captures(monkeypatch) -> list[Graph | None]:
     """The graphs captured during the test; None for those that failed."""
-    made: list[step._Graph | None] = []
-    captured = step.DecodeStep._captured
+    made: list[Graph | None] = []
+    capture = Capturer.capture
 
     def recorded(self, *args):
-        made.append(captured(self, *args))
+        made.append(None)
+        made[-1] = capture(self, *args)
         return made[-1]
 
-    monkeypatch.setattr(step.DecodeStep, "_captured", recorded)
+    monkeypatch.setattr(Capturer, "capture", recorded)
     return made
 
 
@@ -83,7 +85,7 @@ def generate(model: PreTrainedModel, length: int, rows: int = 1, **options) -> t
 def uncaptured(model: PreTrainedModel, length: int, **options) -> torch.Tensor:
     """The same compiled steps, launched one kernel at a time."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(step.DecodeStep, "_may_capture", lambda self, key: False)
+        patch.setattr(CompiledForward, "captured", lambda self, cache, inputs: None)
         return generate(model, length, **options)
 
 
@@ -109,6 +111,7 @@ def test_one_graph_serves_all_lengths_and_steps(patched, captures) -> None:
         {"num_return_sequences": 1},
         {"rows": 2, "num_return_sequences": 1},
         {"num_return_sequences": 150},
+        {"rows": 2, "num_beams": 4, "num_return_sequences": 2},
         {"do_sample": False, "num_return_sequences": 1},
         {"eos_token_id": list(range(2, 40))},
         {"eos_token_id": list(range(2, 300)), "num_return_sequences": 2},
@@ -150,7 +153,7 @@ def test_a_step_never_waits_for_the_gpu(patched, monkeypatch) -> None:
     for _ in range(2):
         generate(patched, 40, **options)
     steps: list[int] = []
-    run, finish = step.DecodeStep.__call__, LateStopCheck.finish
+    run, finish = DecodeStep.__call__, LateStopCheck.finish
 
     def strict(self, **inputs):
         torch.cuda.set_sync_debug_mode("error")
@@ -161,7 +164,7 @@ def test_a_step_never_waits_for_the_gpu(patched, monkeypatch) -> None:
         torch.cuda.set_sync_debug_mode("default")
         return finish(self)
 
-    monkeypatch.setattr(step.DecodeStep, "__call__", strict)
+    monkeypatch.setattr(DecodeStep, "__call__", strict)
     monkeypatch.setattr(LateStopCheck, "finish", relaxed)
     try:
         generate(patched, 40, **options)
