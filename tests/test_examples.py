@@ -3,15 +3,16 @@
 import io
 import re
 import subprocess
+import sys
 
 import pytest
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import BatchEncoding, PreTrainedTokenizerFast
+from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from examples import document_qa, self_consistency, smollm2
+from examples import document_qa, self_consistency, skeleton_of_thought, smollm2
 from examples.measure import Comparison, Measurement, compare
 from examples.terminal import comparison_table
 from hf_cascade import Consensus, Sample
@@ -283,3 +284,109 @@ def test_the_checkpoint_appears_whole_or_not_at_all(monkeypatch, tmp_path):
     smollm2.fetch_and_convert(checkpoint, console)  # a second process that was slower
     assert [path.name for path in checkpoint.parent.iterdir()] == ["model"]
     assert (checkpoint / "config.json").exists()
+
+
+# Skeleton of thought
+
+
+@pytest.fixture(scope="module")
+def tiny_llama():
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+        pad_token_id=None,
+        eos_token_id=None,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize(
+    ("text", "points"),
+    [
+        ("1. Get up early\n2. Eat well", ["Get up early", "Eat well"]),
+        ("1. Eat.\n\n  2. Eat\n3.Walk: \n- Sit\nand so on", ["Eat", "Walk"]),
+        ("\n".join(f"{i}. Point {i}" for i in range(1, 9)), [f"Point {i}" for i in range(1, 6)]),
+    ],
+)
+def test_an_outline_is_its_different_points(text, points):
+    assert skeleton_of_thought.read_outline(text) == points
+
+
+@pytest.mark.parametrize("text", ["", "1.", "1. \n2.", "Sleep more."])
+def test_a_text_without_points_is_no_outline(text):
+    with pytest.raises(ValueError, match="the model wrote no outline but"):
+        skeleton_of_thought.read_outline(text)
+
+
+@pytest.mark.parametrize("has_template", [True, False])
+def test_the_prompts_of_points_are_alike_up_to_their_last_lines(loaded_tokenizer, has_template):
+    if not has_template:
+        loaded_tokenizer.chat_template = None
+    outline = ["Rise early", "Walk", "Sleep"]
+    prompts = skeleton_of_thought.point_prompts(loaded_tokenizer, "How are you?", outline)
+    heads = {prompt.rpartition("this point: ")[0] for prompt in prompts}
+    assert len(heads) == 1
+    (head,) = heads
+    assert "How are you?" in head
+    assert "1. Rise early\n2. Walk\n3. Sleep" in head
+    assert all(example in head for example in skeleton_of_thought.EXAMPLE_TEXTS.values())
+    for prompt, point in zip(prompts, outline, strict=True):
+        assert prompt.endswith(f"{point}.")
+
+
+def test_a_last_line_that_was_cut_off_is_no_point(loaded_tokenizer, monkeypatch):
+    class Writer:
+        def __init__(self, text):
+            self.new = loaded_tokenizer(text, return_tensors="pt").input_ids
+
+        def generate(self, input_ids, max_new_tokens, **kwargs):
+            return torch.cat([input_ids, self.new[:, :max_new_tokens]], dim=1)
+
+    monkeypatch.setattr(skeleton_of_thought, "OUTLINE_TOKENS", 12)
+    loaded_tokenizer.pad_token = "<|im_end|>"
+    for text, points in (("Rise\n2. Walk", ["Rise"]), ("Rise\n2. Wa", ["Rise", "Wa"])):
+        writer = Writer(text)
+        assert skeleton_of_thought.write_outline(writer, loaded_tokenizer, "How?") == points
+
+
+def test_points_are_expanded_over_their_shared_prompt(loaded_tokenizer, tiny_llama, monkeypatch):
+    tokenizer = smollm2.mend_gguf_tokenizer(loaded_tokenizer)
+    tokenizer.padding_side = "left"
+    outline = ["Rise early", "Walk", "Sleep"]
+    monkeypatch.setattr(skeleton_of_thought, "write_outline", lambda *args: outline)
+    console = Console(file=io.StringIO(), width=100)
+    skeleton_of_thought.show_skeleton_of_thought(
+        console, tiny_llama, tokenizer, "How are you?", max_new_tokens=4
+    )
+    text = console.file.getvalue()
+    for number, point in enumerate(outline, start=1):
+        assert f"{number}. {point}" in text
+    prompts = skeleton_of_thought.point_prompts(tokenizer, "How are you?", outline)
+    rows = [tokenizer(prompt, add_special_tokens=False).input_ids for prompt in prompts]
+    stock = len(rows) * max(map(len, rows))
+    shared = len({tuple(row[: end + 1]) for row in rows for end in range(len(row))})
+    assert stock > 2.8 * shared
+    assert re.search(rf"prompt tokens forwarded\W+{stock:,}\W+{shared:,}\W", text)
+    assert re.search(r"identical tokens\W+yes", text)
+
+
+def test_skeleton_of_thought_takes_a_folder_and_fails_in_one_line(
+    loaded_tokenizer, tiny_llama, monkeypatch, tmp_path
+):
+    tiny_llama.save_pretrained(tmp_path)
+    loaded_tokenizer.save_pretrained(tmp_path)
+    for folder, message in (
+        (tmp_path, "error: the model wrote no outline but"),
+        (tmp_path / "missing", "error: .*missing is not a folder"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["skeleton", "How?", "--model", str(folder)])
+        with pytest.raises(SystemExit, match=message) as caught:
+            skeleton_of_thought.main()
+        assert "\n" not in str(caught.value)
