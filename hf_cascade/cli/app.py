@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from .demo import demo
 from .doctor import doctor
-from .errors import one_line
+from .errors import described, one_line
 from .generate import generate
 
 
@@ -25,6 +25,9 @@ class OneLineErrors(TyperGroup):
             print(f"error: {one_line(error.format_message())}", file=sys.stderr)
             sys.exit(error.exit_code)
         except typer.Abort:
+            sys.exit(1)
+        except OSError as error:
+            print(f"error: {described(error)}", file=sys.stderr)
             sys.exit(1)
         sys.exit(code if isinstance(code, int) else 0)
 

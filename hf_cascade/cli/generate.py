@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from .errors import Failure, described
-from .output import STDOUT, Lines, ReaderGoneError
+from .errors import Failure, WrongUsageError, described
+from .output import STDOUT, Lines, ReaderGoneError, check_writable
 from .prompts import read_prompts
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 
 # By how it ended; 128 and the number of the signal, as a shell has it.
-EXIT_CODES = {"complete": 0, "interrupted": 130, "closed": 141}
+EXIT_CODES = {"complete": 0, "interrupted": 130, "stdout closed": 141}
 
 
 def generate(
@@ -98,8 +98,7 @@ def generate(
     options = _sampling_options(temperature, top_p, top_k, num_samples)
     if "" in (stop or ()):
         raise typer.BadParameter("a stop text is empty", param_hint="--stop")
-    if output != STDOUT and not output.expanduser().absolute().parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {output.parent}", param_hint="--output")
+    check_writable(output)
 
     from .loading import checked_device, encode, load
     from .samples import Sampling
@@ -132,7 +131,7 @@ def _sampling_options(
                 "all samples are the same at temperature 0", param_hint="--samples"
             )
         if top_p is not None or top_k is not None:
-            raise typer.BadParameter("temperature 0 takes no --top-p and no --top-k")
+            raise WrongUsageError("temperature 0 takes no --top-p and no --top-k")
         return {"do_sample": False}
     if top_p == 0:
         raise typer.BadParameter("it must be above 0", param_hint="--top-p")
@@ -180,7 +179,7 @@ def _draw_all(
     except KeyboardInterrupt:
         ending = "interrupted"
     except ReaderGoneError:
-        ending = "closed"
+        ending = "stdout closed"
     except Failure:
         raise
     except torch.OutOfMemoryError as error:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
+from logging import getLogger
 from pathlib import Path
 from typing import Any
 
 import torch
 import typer
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     LlamaConfig,
@@ -55,14 +58,20 @@ def load(name: str, *, dtype: str, device: torch.device, compile: bool) -> tuple
     """
     source = _checked_source(name)
     logging.disable_progress_bar()
+    # It tells of every retry; the error at the end is enough.
+    getLogger("huggingface_hub").setLevel("ERROR")
+    if sys.stderr.isatty():
+        print(f"loading {name}", file=sys.stderr)
     try:
+        AutoConfig.from_pretrained(source, trust_remote_code=False)  # fails before much is fetched
         tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, trust_remote_code=False
         )
         model = model.to(device).eval()  # type: ignore[arg-type]
     except Exception as error:  # configs, weights and hubs fail in ways of their own
-        raise Failure(f"{name} can't be loaded: {described(error)}") from error
+        where = "" if Path(source).is_dir() else "there is no such folder here, and "
+        raise Failure(f"{name} can't be loaded: {where}{described(error)}") from error
     try:
         return patch(model, compile=compile), tokenizer
     except (UnsupportedModelError, ValueError) as error:

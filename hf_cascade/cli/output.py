@@ -18,6 +18,21 @@ from .errors import Failure
 STDOUT = Path("-")
 
 
+def check_writable(path: Path) -> None:
+    """Say what is wrong with a place before time is spent on what is to be written there.
+
+    Raises:
+        Failure: it is closed, a folder, or in no folder.
+    """
+    if path == STDOUT:
+        if sys.stdout is None:
+            raise Failure("stdout is closed")
+    elif path.expanduser().is_dir():
+        raise Failure(f"{path} can't be written: it is a folder")
+    elif not path.expanduser().absolute().parent.is_dir():
+        raise Failure(f"{path} can't be written: there is no such folder")
+
+
 class ReaderGoneError(Exception):
     """Nobody reads stdout any more."""
 

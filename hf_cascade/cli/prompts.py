@@ -6,9 +6,7 @@ import json
 import sys
 from pathlib import Path
 
-import typer
-
-from .errors import Failure
+from .errors import Failure, WrongUsageError
 
 STDIN = Path("-")
 
@@ -21,28 +19,30 @@ def read_prompts(argument: str | None, file: Path | None, many: Path | None) -> 
         file: a file that holds one prompt; a line break at its end is not part of it.
         many: a file of prompts, one a line, or JSONL; see `_split`.
     Raises:
-        typer.BadParameter: several places, or a blank prompt.
+        WrongUsageError: several places, or a blank prompt.
         Failure: a file can't be read or is not text, or a line of JSONL has no prompt.
     """
     if sum(place is not None for place in (argument, file, many)) > 1:
-        raise typer.BadParameter("give one of PROMPT, --file and --prompts")
+        raise WrongUsageError("give one of PROMPT, --file and --prompts")
     if many is not None:
         prompts = _split(_read(many), many)
         if not prompts:
             raise Failure(f"{_name(many)} holds no prompts")
         return prompts
-    if argument is None and file is None and sys.stdin.isatty():
-        raise typer.BadParameter("a prompt is missing: give PROMPT, --file, --prompts or stdin")
+    if argument is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise WrongUsageError("a prompt is missing: give PROMPT, --file, --prompts or stdin")
     if argument is None or argument == "-":
         prompt = _read(file or STDIN).removesuffix("\n").removesuffix("\r")
     else:
         prompt = argument
     if not prompt.strip():
-        raise typer.BadParameter("the prompt is empty")
+        raise WrongUsageError("the prompt is empty")
     return [prompt]
 
 
 def _read(path: Path) -> str:
+    if path == STDIN and sys.stdin is None:
+        raise Failure("stdin is closed")
     try:
         data = sys.stdin.buffer.read() if path == STDIN else path.expanduser().read_bytes()
     except OSError as error:

@@ -13,8 +13,10 @@ class Summary:
     """A command's samples in numbers; what `GenerateStats` has too means the same, over all calls.
 
     Attributes:
-        ending: how it went: "complete", "interrupted" (Ctrl-C) or "closed" (stdout was).
+        ending: "complete", "interrupted" (by Ctrl-C) or "stdout closed" (by who read it).
         samples, wanted: how many were written, how many were asked for.
+        path: "stock" if a call was on stock transformers, and `reason` and `backend` are that
+            call's; "none" if no call ended.
         shared_tokens: prompt tokens that stock generate would forward and that were not.
         new_tokens, seconds: of the samples written; since the first call, loading left out.
         seed: of the random stream; with it and the same options the samples come again.
@@ -44,14 +46,17 @@ class Summary:
         parts = [
             f"{count} of {self.prompts} prompt" + "s" * (self.prompts != 1),
             f"{self.seconds:.1f} s, {self.new_tokens / max(self.seconds, 1e-9):,.0f} tokens/s",
-            f"prompt tokens: {self.prefill_tokens:,} forwarded, {self.shared_tokens:,} shared",
         ]
+        if self.path != "none":
+            parts.append(
+                f"prompt tokens: {self.prefill_tokens:,} forwarded, {self.shared_tokens:,} shared"
+            )
         if self.path == "cascade":
             stored, unshared = self.kv_bytes / 1e6, self.kv_bytes_unshared / 1e6
-            parts.append(f"KV: {stored:,.1f} MB instead of {unshared:,.1f} MB")
+            parts.append(f"KV: {stored:,.1f} MB instead of {unshared:,.1f} MB by {self.backend}")
         if self.reason is not None:
             parts.append(f"on stock transformers ({self.reason})")
-        return "; ".join([*parts, f"backend {self.backend}", f"seed {self.seed}"])
+        return "; ".join([*parts, f"seed {self.seed}"])
 
 
 def summarize(
