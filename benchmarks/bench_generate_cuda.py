@@ -12,6 +12,10 @@ it, sampling included. Every cell is preceded by two calls of its shape, of whic
 first one's seconds. Floors use this run's own roofs: a step must read the weights (but the input
 embedding) and the tree's KV once, and do their multiplications.
 
+`--log-p` compares log-probabilities of sampled tokens: those of the decode steps that sampled them
+(patched), and those of stock's decode steps fed with the same tokens, each against one stock
+forward pass over the whole text.
+
 Results go to generate_<model>.csv and .png in $OUT or benchmarks/results, row by row.
 """
 
@@ -62,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model = new_model(options.model)
     rows: list[dict] = []
     for side in options.sides:
-        with as_side(model, side, options.compile):
+        with as_side(model, side, options):
             for cell in options.cells:
                 if side in ("stock", "static") and cell not in STOCK_CELLS:
                     continue
@@ -74,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(", ".join(f"{k} {v}" for k, v in row.items()), flush=True)
                 save(rows, stamp, options.model)
     plot(rows, stamp, options.model)
+    if options.log_p:
+        ours, stock = log_p_errors(model, options)
+        print(f"# max |log p - log p of a forward pass|: patched {ours:.4f}, stock {stock:.4f}")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -86,6 +93,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--no-compile", dest="compile", action="store_const", const=False,
                         default="auto", help="patch(model, compile=False)")  # fmt: skip
+    parser.add_argument("--pack-linears", action="store_true", help="patch(pack_linears=True)")
+    parser.add_argument("--log-p", action="store_true", help="compare log-probabilities too")
     return parser.parse_args(arguments)
 
 
@@ -104,13 +113,15 @@ def new_model(name: str) -> LlamaForCausalLM:
 
 
 @contextmanager
-def as_side(model: LlamaForCausalLM, side: str, compile: bool | str) -> Iterator[None]:
+def as_side(model: LlamaForCausalLM, side: str, options: argparse.Namespace) -> Iterator[None]:
     torch._dynamo.reset()  # one side's trace is not another's
     attend = CascadeCache.attend
     if side == "no attention":
         CascadeCache.attend = without_attention
     if side in ("patched", "no attention"):
-        hf_cascade.patch(model, strict=True, compile=compile)
+        hf_cascade.patch(
+            model, strict=True, compile=options.compile, pack_linears=options.pack_linears
+        )
     try:
         yield
     finally:
@@ -170,6 +181,33 @@ def measure(
         "backend": model.cascade.stats.backend if hasattr(model, "cascade") else "stock",
         "fused": model.cascade.stats.fused_layers if hasattr(model, "cascade") else "",
     }
+
+
+@torch.no_grad()
+def log_p_errors(model: LlamaForCausalLM, options: argparse.Namespace) -> tuple[float, float]:
+    """Largest error of the log-probability of a sampled token, patched and stock."""
+    samples, length, new_tokens = 4, 512, 64
+    ids = torch.randint(3, model.config.vocab_size, (1, length), device="cuda")
+    with as_side(model, "patched", options):
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
+            num_return_sequences=samples, max_new_tokens=new_tokens, min_new_tokens=new_tokens,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    tokens = out.sequences[:, length:, None]
+
+    def log_p(logits: torch.Tensor) -> torch.Tensor:
+        return logits.float().log_softmax(-1).gather(-1, tokens).squeeze(-1)
+
+    true = log_p(model(out.sequences[:, :-1], logits_to_keep=new_tokens).logits)
+    cache = transformers.DynamicCache()
+    steps = [model(out.sequences[:, :length], past_key_values=cache, logits_to_keep=1).logits]
+    for token in tokens[:, :-1].unbind(1):
+        steps.append(model(token, past_key_values=cache).logits)
+    errors = [
+        (log_p(x) - true).abs().max() for x in (torch.stack(out.logits, 1), torch.cat(steps, 1))
+    ]
+    return errors[0].item(), errors[1].item()
 
 
 def parse(cell: str) -> tuple[int, int, int]:

@@ -22,6 +22,7 @@ from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
+from .packing import pack_linears
 from .prefill import packed_prefill, read_prompts
 from .runtime import Cascade
 from .step import DecodeStep
@@ -125,6 +126,8 @@ class CascadeGenerate:
         compile_config = generation_config.compile_config
         generation_config.compile_config = self._compile_config(generation_config, rows)
         cache.is_compileable = True
+        if self.cascade.options.pack_linears:
+            pack_linears(self)
         if self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):  # type: ignore[attr-defined]
             return True
         generation_config.compile_config = compile_config

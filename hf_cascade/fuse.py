@@ -9,6 +9,8 @@ after the write. The fused node is one such call of `cascade_attention`. What is
 pattern is left as it is: different pools, plans or scales, a state or a pool that something else
 reads in between.
 
+Of equal products, which `packing` leaves behind, one is kept.
+
 Where CUDA kernels serve, cascades over the same nodes also share one `work_list`, put before the
 first of them: all layers of a model do.
 """
@@ -52,6 +54,7 @@ class FusePass(CustomGraphPass):
         self.then = then
 
     def __call__(self, graph: Graph) -> None:
+        _merge_equals(graph)
         merges = graph.find_nodes(op="call_function", target=_OPS.merge_state.default)
         work_lists: dict[tuple, Node] = {}
         counters["inductor"][_COUNTER] += sum(_fuse(merge, work_lists) for merge in merges)
@@ -81,6 +84,41 @@ def fuse_pass(then: Callable[[Graph], None] | None = None) -> FusePass:
         then: another pass to run afterwards, such as one that was set before.
     """
     return FusePass(then)
+
+
+def _merge_equals(graph: Graph) -> None:
+    """Keep one of the nodes that compute the same: layers that `packing` made one ask twice."""
+    first: dict[tuple, Node] = {}
+    for node in graph.nodes:
+        if not _is_pure(node):
+            continue
+        key = (node.target, _hashable(node.args), _hashable(node.kwargs))
+        if key in first:
+            node.replace_all_uses_with(first[key])
+            graph.erase_node(node)
+        else:
+            first[key] = node
+
+
+def _is_pure(node: Node) -> bool:
+    target = node.target
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "aten"
+        and not target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in target.tags
+        # What is new might be written to: only one that is made of values can be shared.
+        and any(isinstance(argument, Node) for argument in node.args)
+    )
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(each)) for name, each in value.items())
+    # 1, 1.0 and True are equal, and not the same argument.
+    return value if isinstance(value, Node) else (type(value), value)
 
 
 def _fuse(merge: Node, work_lists: dict[tuple, Node]) -> bool:

@@ -16,6 +16,7 @@ from .compat import (
 )
 from .errors import UnsupportedModelError
 from .gates import model_obstacles
+from .packing import unpack_linears
 from .runtime import Cascade, Options
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -28,6 +29,7 @@ def patch(
     max_pages: int | None = None,
     strict: bool = False,
     compile: bool | Literal["auto"] = "auto",
+    pack_linears: bool = False,
 ) -> Model:
     """Make `model.generate` compute, store and read shared prefixes once.
 
@@ -47,6 +49,9 @@ def patch(
             cascades fused (`fuse_pass`), and on a GPU as one CUDA graph. The first call takes
             long and says so (logging.INFO); later ones reuse what was compiled. "auto" does so on
             a GPU, and where compiling fails it runs the steps as they are.
+        pack_linears: lay the weights of layers that read the same input (q, k and v; gate and up)
+            side by side, so that a compiled step multiplies by them at once. They stay the
+            parameters they are; `unpatch` leaves them where they lie.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:
@@ -54,7 +59,13 @@ def patch(
             one that was tested; the message names what is in the way.
         ValueError: an option is out of range.
     """
-    options = Options(page_size=page_size, max_pages=max_pages, strict=strict, compile=compile)
+    options = Options(
+        page_size=page_size,
+        max_pages=max_pages,
+        strict=strict,
+        compile=compile,
+        pack_linears=pack_linears,
+    )
     check_version()
     base = _base_model(model)
     if isinstance(base, CascadeGenerate):
@@ -83,6 +94,7 @@ def unpatch(model: Model) -> Model:
     if isinstance(base, CascadeGenerate):
         with base.cascade.lock:  # not under a call of another thread
             base.cascade.release()
+            unpack_linears(base)
             del base.cascade
             for name in COMPILED_ATTRIBUTES:
                 vars(base).pop(name, None)

@@ -37,6 +37,7 @@ class Options:
     max_pages: int | None = None
     strict: bool = False
     compile: bool | Literal["auto"] = "auto"
+    pack_linears: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:

@@ -1,0 +1,99 @@
+"""`patch(pack_linears=True)`: fewer, larger products in compiled steps, and nothing else to see."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from models import PROMPT, RAGGED, assert_same, new_model, run
+from torch.fx import Graph
+from transformers import AutoModelForCausalLM, CompileConfig
+
+import hf_cascade
+from hf_cascade.packing import PackedLinear
+
+SAMPLED = {"do_sample": True, "num_return_sequences": 3}
+
+
+def packed(name: str = "llama"):
+    model = hf_cascade.patch(new_model(name), strict=True, compile=True, pack_linears=True)
+    run(model, **RAGGED)
+    return model
+
+
+def products(model, **arguments) -> int:
+    """Products with a weight in one compiled step."""
+    counts: list[int] = []
+
+    def count(graph: Graph) -> None:
+        ops = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        counts.append(sum(node.target in ops for node in graph.nodes))
+
+    torch._dynamo.reset()
+    config = CompileConfig(mode=None, options={"post_grad_custom_pre_pass": count})
+    run(model, **arguments, compile_config=config)
+    return counts[-1]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma"])
+def test_tokens_are_those_of_stock(name) -> None:
+    stock, model = new_model(name), packed(name)
+    for arguments in (RAGGED | SAMPLED, PROMPT | SAMPLED, PROMPT):
+        assert_same(run(stock, **arguments), run(model, **arguments))
+    assert model.cascade.stats.fused_layers == 2
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_siblings_are_one_product(name) -> None:
+    plain = hf_cascade.patch(new_model(name), strict=True, compile=True)
+    assert products(plain, **RAGGED) == 2 * 7 + 1  # layers, and the logits
+    assert products(packed(name), **RAGGED) == 2 * 4 + 1
+
+
+def test_the_weights_are_what_they_were(tmp_path) -> None:
+    stock, model = new_model(), packed()
+    assert isinstance(model.model.layers[0].mlp.up_proj, PackedLinear)
+    for found in (
+        model.state_dict(),
+        copy.deepcopy(model).state_dict(),
+        pickle.loads(pickle.dumps(model)).state_dict(),
+        dict(model.named_parameters()),
+    ):
+        for name, weight in dict(stock.named_parameters()).items():
+            assert torch.equal(found[name], weight)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert torch.equal(loaded(**RAGGED).logits, stock(**RAGGED).logits)
+    assert torch.equal(model(**RAGGED).logits, stock(**RAGGED).logits)
+
+
+@pytest.mark.parametrize("by", ["copy", "assignment", "data"])
+def test_new_weights_are_seen(by) -> None:
+    stock, model = new_model(seed=1), packed()
+    weights = stock.state_dict()
+    if by == "data":
+        for name, parameter in model.named_parameters():
+            parameter.data = weights[name].clone()
+    else:
+        model.load_state_dict(weights, assign=by == "assignment")
+    assert_same(run(stock, **RAGGED, **SAMPLED), run(model, **RAGGED, **SAMPLED))
+
+
+def test_copies_go_their_own_way() -> None:
+    model = packed()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            parameter.mul_(1.5)
+    assert_same(run(new_model(), **RAGGED), run(model, **RAGGED))
+    stock = hf_cascade.unpatch(copy.deepcopy(copied))
+    assert_same(run(stock, **RAGGED), run(copied, **RAGGED))
+
+
+def test_unpatch_leaves_plain_layers() -> None:
+    model = hf_cascade.unpatch(packed())
+    assert not [m for m in model.modules() if isinstance(m, PackedLinear)]
+    assert [set(vars(m)) for m in model.modules()] == [set(vars(m)) for m in new_model().modules()]
+    assert_same(run(new_model(), **RAGGED), run(model, **RAGGED))
