@@ -56,8 +56,8 @@ def show_self_consistency(console: Console, *, num_problems: int, chart: Path) -
     drawn = sum(len(consensus.samples) for consensus in early) / num_problems
     right = share_of_right(problems, [consensus.answer for consensus in early])
     console.print(
-        f"With early stop, {drawn:.1f} of {NUM_SAMPLES} samples settle a vote on average "
-        f"(other draws: {right:.3f} right)"
+        f"Early stop settled votes after {drawn:.1f} samples on average "
+        f"({right:.3f} right, other draws)"
     )
     save_chart(accuracy, chart, title=title)
     console.print(f"Saved the chart in {chart}")

@@ -1,9 +1,11 @@
 """What the demo and the benchmark tell a reader is true."""
 
+import importlib
 import io
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from examples import document_qa, self_consistency, skeleton_of_thought, smollm2
 from examples.measure import Comparison, Measurement, compare
 from examples.terminal import comparison_table
 from hf_cascade import Consensus, Sample
+
+README = Path(__file__).parents[1] / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +126,7 @@ def test_the_self_consistency_example_prints_its_table_and_saves_its_chart(tmp_p
     assert re.search(r"greedy\W+[01]\.\d{3}", text)
     assert re.search(r"majority of 16\W+1\.000", text)
     assert re.search(r"tokens forwarded: 2\d\d \(stock generate: 3,\d{3}\)", text)
-    assert re.search(r"early stop, \d+\.\d of 16 samples", text)
+    assert re.search(r"settled votes after \d+\.\d samples on average \([01]\.\d{3} right", text)
     assert chart.read_bytes().startswith(b"\x89PNG")
 
 
@@ -284,6 +288,30 @@ def test_the_checkpoint_appears_whole_or_not_at_all(monkeypatch, tmp_path):
     smollm2.fetch_and_convert(checkpoint, console)  # a second process that was slower
     assert [path.name for path in checkpoint.parent.iterdir()] == ["model"]
     assert (checkpoint / "config.json").exists()
+
+
+# The README
+
+
+def test_the_readme_calls_self_consistency_as_it_is(chain_of_sums):
+    section = README.read_text().partition("## Self-consistency")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    model, tokenizer = chain_of_sums
+    prompts = [problem.prompt for problem in self_consistency.make_problems(2, seed=0)]
+    names = {"model": model, "tokenizer": tokenizer, "prompts": prompts}
+    exec(code, names)
+    assert len(names["results"]) == 2
+    assert all(result.answer.isdecimal() for result in names["results"])
+
+
+def test_the_readme_lists_what_can_be_run():
+    listed = re.findall(r"`python -m (examples\.\w+)`", README.read_text())
+    modules = [importlib.import_module(name) for name in dict.fromkeys(listed)]
+    assert modules
+    assert all(callable(module.main) for module in modules)
+    folder = Path(self_consistency.__file__).parent
+    runnable = [path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()]
+    assert set(listed) == {f"examples.{name}" for name in runnable}
 
 
 # Skeleton of thought
