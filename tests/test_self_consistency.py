@@ -357,7 +357,7 @@ def test_stop_strings_end_texts():
         ({"max_length": 90}, {}, (None, 90)),
         ({"max_length": 90}, {"max_new_tokens": 7}, (7, 90)),
         ({"max_length": 90}, {"generation_config": GenerationConfig()}, (None, None)),
-        ({}, {"generation_config": GenerationConfig(top_k=5)}, (256, None)),
+        ({}, {"generation_config": GenerationConfig(do_sample=True, top_k=5)}, (256, None)),
         ({}, {"generation_config": GenerationConfig(max_length=80)}, (None, 80)),
         ({}, {"generation_config": GenerationConfig(max_length=80), "max_new_tokens": 5}, (5, 80)),
     ],
