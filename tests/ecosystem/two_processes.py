@@ -106,7 +106,7 @@ def main() -> None:
     if state.is_main_process:
         (folder / "found.json").write_text(json.dumps(found))
     state.destroy_process_group()
-    # All is done. torch, after fully_shard over gloo, aborts now and then while the interpreter ends
+    # All is done. After fully_shard over gloo, torch aborts now and then while the interpreter ends
     # ("terminate called without an active exception"; 1 of 25 runs without hf_cascade, too).
     os._exit(0)
 
