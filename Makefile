@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
+OLDEST := .venv-oldest
 
-.PHONY: demo test lint format bench figures clean
+.PHONY: demo test test-oldest lint format docs bench figures supported-models clean
 
 demo: $(VENV)/installed
 	$(RUN) -m examples.demo
@@ -12,6 +13,11 @@ demo: $(VENV)/installed
 test: $(VENV)/installed $(VENV)/ecosystem
 	$(RUN) -m pytest
 	PYTHONPATH=$(VENV)/torchao $(RUN) -m pytest tests/ecosystem/test_quantized.py -k torchao
+
+# On the oldest versions of everything that pyproject.toml allows. What is in tests/ecosystem
+# follows the newest transformers, and trees know neither torch nor transformers.
+test-oldest: $(OLDEST)/installed
+	$(OLDEST)/bin/python -m pytest --ignore tests/ecosystem --ignore tests/test_tree.py
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -24,14 +30,21 @@ format: $(VENV)/installed
 	$(VENV)/bin/ruff format .
 	git ls-files '*.cu' '*.cuh' '*.cpp' '*.h' | xargs -r $(VENV)/bin/clang-format -i
 
+docs: $(VENV)/docs
+	$(VENV)/bin/mkdocs build --strict
+
 bench: $(VENV)/installed
 	$(RUN) -m benchmarks.bench_generate
 
 figures: $(VENV)/installed
 	$(RUN) -m docs.figures
+	$(RUN) -m docs.tree_figures
+
+supported-models: $(VENV)/installed
+	$(RUN) -m docs.supported_models
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(OLDEST) build site *.egg-info
 
 # torch first and by its exact version: a range would let pip choose a newer build.
 $(VENV)/installed: pyproject.toml constraints.txt
@@ -48,4 +61,15 @@ $(VENV)/ecosystem: $(VENV)/installed
 	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[ecosystem]"
 	rm -rf $(VENV)/torchao
 	$(RUN) -m pip install --quiet --constraint constraints.txt --no-deps --target $(VENV)/torchao torchao
+	touch $@
+
+# The docs are built from the sources: nothing of the package is imported.
+$(VENV)/docs: $(VENV)/installed
+	$(RUN) -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+$(OLDEST)/installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
+	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable ".[cli,test]"
 	touch $@

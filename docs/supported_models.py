@@ -172,7 +172,7 @@ def ragged_batch() -> dict[str, Tensor]:
 def isolated_verdicts(names: Iterable[str]) -> Iterator[Verdict]:
     """The verdict on each, found in a process of its own, one after the other."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["docs.supported_models"])
+    context.set_forkserver_preload(["transformers", "hf_cascade.patch"])
     for name in names:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=_send_verdict, args=(name, sender))

@@ -18,6 +18,7 @@ SMALL: dict[str, Any] = {
     **dict.fromkeys(["vocab_size", "vocab_size_per_layer_input"], VOCAB_SIZE),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_seq_len"], 256),
     **dict.fromkeys(["hidden_size", "n_embd", "d_model", "emb_dim", "word_embed_proj_dim"], 32),
+    "hidden_size_global": 32,
     **dict.fromkeys(["intermediate_size", "n_inner", "ffn_hidden_size"], 48),
     **dict.fromkeys(["ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "dim_ff"], 48),
     **dict.fromkeys(["num_attention_heads", "num_heads", "n_head", "n_heads"], 4),
@@ -61,6 +62,22 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
+    **dict.fromkeys(
+        ["gemma4_assistant", "gemma4_unified_assistant"],
+        {
+            "text_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 6,
+                "num_attention_heads": 4,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "vocab_size": VOCAB_SIZE,
+                "vocab_size_per_layer_input": 0,
+                "hidden_size_per_layer_input": 0,
+            }
+        },
+    ),
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {
@@ -81,6 +98,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "reformer": {"axial_pos_embds_dim": [16, 16], "axial_pos_shape": [16, 16]},
     "roc_bert": {"pronunciation_vocab_size": 64, "shape_vocab_size": 64},
+    "xlstm": {"hidden_size": 128},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},

@@ -1,0 +1,66 @@
+"""The code in the docs runs, and the numbers beside the pictures are those of the pictures."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.tree_figures import DOCUMENT, build_example
+
+DOCS = Path(__file__).parents[1] / "docs"
+MODEL = Path(__file__).parents[1] / "examples" / "chain_of_sums"
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def python_in(page: str) -> str:
+    """All Python of a page, as one program."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", read(page), re.DOTALL | re.MULTILINE)
+    assert blocks
+    return "\n".join(blocks).replace("path/to/model", str(MODEL))
+
+
+def test_the_quick_start_runs(capsys):
+    names = {
+        "document": "1, 2, 3",
+        "questions": ["Q", "A"],
+        "prompt": "Q: 1, 2",
+    }
+    exec(python_in("index.md"), names)
+    assert "KV tree" in capsys.readouterr().out
+    assert names["out"].shape[0] == 2
+    assert len(names["result"].samples) <= 16
+
+
+def test_the_merge_is_the_state_of_the_union():
+    exec(python_in("algorithm.md"), {})
+
+
+def test_the_algorithm_s_numbers_are_those_of_its_pictures():
+    example, page = build_example(), " ".join(read("algorithm.md").split())
+    assert f"document of {DOCUMENT} tokens" in page
+    assert f"The tree holds {example.tree_reads}" in page
+    assert f"{example.tree_reads} tokens instead of {example.stock_reads}" in page
+    for picture in ("kv_tree.svg", "decode_step.svg"):
+        assert (DOCS / picture).exists()
+
+
+def test_a_read_of_the_picture_is_a_node_of_the_layout():
+    example = build_example()
+    assert example.num_sequences == 6
+    for sequence in range(example.num_sequences):
+        path = [n for n in range(len(example.levels)) if sequence in example.sequences(n)]
+        assert [example.levels[node] for node in path] == [0, 1, 2]
+        assert [example.parents[node] for node in path] == [-1, *path[:-1]]
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
+def test_a_path_of_the_repository_exists(path):
+    for name in re.findall(
+        r"`((?:hf_cascade|ops|tests|csrc|docs|benchmarks)/[\w./]+)`", path.read_text()
+    ):
+        assert (DOCS.parent / name).exists(), name
