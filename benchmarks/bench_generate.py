@@ -28,6 +28,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from benchmarks import bench_generate_cuda
 from examples.measure import Comparison, Measurement, compare
 from examples.smollm2 import ModelUnavailableError, load_smollm2
 from examples.terminal import comparison_table, progress_bar
@@ -37,7 +38,11 @@ TEXT = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 
 def main() -> None:
     """Check, time, print."""
-    arguments = parse_arguments()
+    arguments, rest = parse_arguments()
+    if arguments.device.startswith("cuda") and arguments.model is None:
+        return bench_generate_cuda.main(rest)
+    if rest:
+        sys.exit(f"error: unknown arguments {rest}; they are for --device cuda without --model")
     console = Console()
     transformers.utils.logging.disable_progress_bar()
     model, tokenizer = load_model(arguments, console)
@@ -87,14 +92,16 @@ def main() -> None:
         arguments.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.bench_generate",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", help="folder of a transformers model (default: SmolLM2-135M)")
-    parser.add_argument("--device", default="cpu")
+    parser.add_argument(
+        "--device", default="cpu", help="cuda without --model: as benchmarks/bench_generate_cuda.py"
+    )
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--samples", type=int, nargs="+", default=[16])
     parser.add_argument("--prompt-tokens", type=int, default=700)
@@ -102,7 +109,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=1, help="timed runs of each side")
     parser.add_argument("--compile", action="store_true", help="patch(model, compile=True)")
     parser.add_argument("--json", type=Path, help="file to write the results to")
-    return parser.parse_args()
+    return parser.parse_known_args()
 
 
 def load_model(

@@ -145,6 +145,8 @@ def measure(
     documents, samples, length = parse(cell)
     if side in ("stock", "static"):
         new_tokens = min(new_tokens, STOCK_NEW_TOKENS)
+    if hasattr(model, "cascade"):
+        model.cascade.release()  # the pages of other cells
     torch.cuda.empty_cache()
     torch.manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (documents, length), device="cuda")

@@ -270,7 +270,8 @@ _STEP_WATCHERS = ("logits_processor", "stopping_criteria", "prefix_allowed_token
 
 def _has_hooks(model: Any) -> bool:
     """Whether accelerate has put hooks on layers: it does where a model is split or offloaded."""
-    return any("_hf_hook" in vars(module) for module in model.modules())
+    devices = set((getattr(model, "hf_device_map", None) or {}).values())
+    return "_hf_hook" in vars(model) or len(devices) > 1
 
 
 def _is_distributed() -> bool:

@@ -9,6 +9,7 @@ import threading
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._dynamo.utils import counters
 from transformers import (
     CompileConfig,
@@ -226,6 +227,18 @@ def test_every_step_is_a_compiled_one(
         steps.clear()
         assert torch.equal(generate(patched, length, **options), generate(stock, length, **options))
         assert len(steps) == patched.cascade.stats.decode_steps > 0
+
+
+def test_hooks_of_accelerate_break_the_graph_and_nothing_else(stock: PreTrainedModel) -> None:
+    hooked = copy.deepcopy(stock)
+    for module in (*hooked.model.layers, hooked):
+        add_hook_to_module(module, AlignDevicesHook("cpu", io_same_device=True))
+    hf_cascade.patch(hooked, strict=True, compile=True)
+    for length in (9, 30):
+        assert torch.equal(
+            generate(hooked, length, max_new_tokens=6), generate(stock, length, max_new_tokens=6)
+        )
+    assert hooked.cascade.stats.fused_layers == NUM_LAYERS
 
 
 # Where compiling fails
