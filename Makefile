@@ -4,8 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 OLDEST := .venv-oldest
+NEWEST := $(VENV)/newest
+NEWEST_TRANSFORMERS := 5.23.0
 
-.PHONY: demo test test-oldest lint format docs bench figures supported-models clean
+.PHONY: demo test test-oldest test-newest lint format docs bench figures supported-models clean
 
 demo: $(VENV)/installed
 	$(RUN) -m examples.demo
@@ -18,6 +20,12 @@ test: $(VENV)/installed $(VENV)/ecosystem
 # follows the newest transformers, and trees know neither torch nor transformers.
 test-oldest: $(OLDEST)/installed
 	$(OLDEST)/bin/python -m pytest --ignore tests/ecosystem --ignore tests/test_tree.py
+
+# The newest transformers that is supported, in front of the one in .venv, under what meets it.
+test-newest: $(NEWEST)/transformers-$(NEWEST_TRANSFORMERS).dist-info
+	PYTHONPATH=$(NEWEST) $(RUN) -m pytest tests/test_compile.py tests/test_fallback.py \
+	  tests/test_gates.py tests/test_memory.py tests/test_parity.py tests/test_patch.py \
+	  tests/test_returned_cache.py tests/test_sharing.py tests/test_supported_models.py
 
 lint: $(VENV)/installed
 	$(VENV)/bin/ruff check .
@@ -72,4 +80,9 @@ $(OLDEST)/installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --quiet --upgrade pip
 	$(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt --editable ".[cli,test]"
+	touch $@
+
+$(NEWEST)/transformers-$(NEWEST_TRANSFORMERS).dist-info: $(VENV)/installed
+	rm -rf $(NEWEST)
+	$(RUN) -m pip install --quiet --no-deps --target $(NEWEST) transformers==$(NEWEST_TRANSFORMERS)
 	touch $@
