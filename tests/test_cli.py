@@ -206,6 +206,21 @@ def test_a_stop_text_of_the_models_own_is_kept(save):
     assert not any("=" in line["text"] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype", "compile"),
+    [((), torch.float32, False), (("--dtype", "bfloat16", "--compile"), torch.bfloat16, True)],
+)
+def test_the_model_is_loaded_and_patched_as_asked(monkeypatch, options, dtype, compile):
+    def patch(model, **asked):
+        found.append((model.dtype, model.training, asked))
+        return hf_cascade.patch(model)
+
+    found = []
+    monkeypatch.setattr("hf_cascade.cli.loading.patch", patch)
+    generate(PROMPT, "--max-new-tokens", 2, *options)
+    assert found == [(dtype, False, {"compile": compile})]
+
+
 def test_a_chat_template_is_used_unless_the_prompt_is_raw(save, tokenizer):
     template = "<bos>Q: {{ messages[0].content }}{% if add_generation_prompt %}. A:{% endif %}"
     folder = save(AutoModelForCausalLM.from_pretrained(CHAIN_OF_SUMS), chat_template=template)
