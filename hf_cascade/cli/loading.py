@@ -73,7 +73,7 @@ def load(name: str, *, dtype: str, device: torch.device, compile: bool) -> tuple
         where = "" if Path(source).is_dir() else "there is no such folder here, and "
         raise Failure(f"{name} can't be loaded: {where}{described(error)}") from error
     try:
-        return patch(model, compile=compile or "auto"), tokenizer
+        return patch(model, compile=compile), tokenizer
     except (UnsupportedModelError, ValueError) as error:
         raise Failure(str(error)) from error
 
