@@ -17,7 +17,7 @@ bool can_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Te
 }
 
 void launch_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
-                   const Tensor& slots, const std::optional<Tensor>& counters) {
+                   const Tensor& slots, const Tensor* ticket) {
   AppendParams params = {};
   params.k = k.data_ptr();
   params.v = v.data_ptr();
@@ -33,14 +33,11 @@ void launch_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const
   params.page_size = static_cast<int>(k_pool.size(2));
   params.chunks_per_row =
       static_cast<int>(k.size(2) * static_cast<int64_t>(k.element_size()) / kAccessBytes);
-  if (counters) {
-    params.counters = static_cast<int32_t*>(counters->data_ptr());
-    params.num_counters = static_cast<int>(counters->numel());
-  }
+  if (ticket) params.ticket = static_cast<int32_t*>(ticket->data_ptr());
   const int64_t num_chunks =
       int64_t{params.num_tokens} * params.num_kv_heads * params.chunks_per_row;
   const int64_t num_ctas = (num_chunks + kThreads - 1) / kThreads;
-  if (num_ctas == 0 && !counters) return;
+  if (num_ctas == 0 && !ticket) return;
   STD_TORCH_CHECK(num_ctas < (int64_t{1} << 31), "append_kv: too many tokens, got ",
                   params.num_tokens);
   launch("append_kv", append_kv_kernel, num_ctas ? static_cast<int>(num_ctas) : 1, kThreads, 0,
@@ -53,7 +50,7 @@ void append_kv(Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor slots) {
     return;
   }
   const torch::stable::accelerator::DeviceGuard guard(k_pool.get_device_index());
-  launch_append(k, v, k_pool, v_pool, slots, std::nullopt);
+  launch_append(k, v, k_pool, v_pool, slots, nullptr);
 }
 
 }  // namespace hf_cascade

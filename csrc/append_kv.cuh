@@ -3,8 +3,8 @@
 // A thread moves 16 bytes of K and the same of V, for one token and head; the threads of a head's
 // row lie side by side, so reads and writes are whole rows of head_dim.
 //   Memory   k and v once in, once out; one slot lookup a thread, shared by the row through L1.
-//   Also     clears the counters of the attention launch that follows: one launch less, and
-//            nothing of an earlier launch, finished or not, can leak into it.
+//   Also     sets the ticket counter of the attention launch that follows to 0: nothing of an
+//            earlier launch, finished or not, can leak into it.
 #pragma once
 
 #include "params.h"
@@ -21,16 +21,15 @@ struct AppendParams {
   int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
   int num_tokens, num_kv_heads, page_size;
   int chunks_per_row;  // head_dim in 16-byte chunks
-  int32_t* counters;   // [num_counters], set to 0
-  int num_counters;
+  int32_t* ticket;     // [1], set to 0; null: no attention follows
 };
 
 static __global__ void append_kv_kernel(const AppendParams params) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  const int64_t num_threads = int64_t{gridDim.x} * blockDim.x;
-  ptx::let_next_kernel_start();
+  // In this order: the attention kernel, once it runs, may rely on all that came before us.
   ptx::wait_for_previous_kernel();
-  for (int64_t i = thread; i < params.num_counters; i += num_threads) params.counters[i] = 0;
+  ptx::let_next_kernel_start();
+  if (thread == 0 && params.ticket) *params.ticket = 0;
 
   const int64_t chunks_per_token = int64_t{params.num_kv_heads} * params.chunks_per_row;
   const int64_t token = thread / chunks_per_token;

@@ -2,21 +2,15 @@
 #include "cascade_attention.cuh"
 #include "checks.h"
 #include "launch_attention.h"
+#include "merge_paths.cuh"
 
 namespace hf_cascade {
 namespace {
 
-int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0, value = 0;
-  check_launch(cudaGetDevice(&device), "cudaGetDevice");
-  check_launch(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
-  return value;
-}
-
-// The pool as the copy engine sees it: boxes of 16 slots and 64 values of one page and head. Values
-// past head_dim (80 and 96 are no multiples of 64) arrive as zeros.
+// The pool as the copy engine sees it: boxes of 16 slots and 64 values of one page and box_heads
+// heads. Values past head_dim (80 and 96 are no multiples of 64) arrive as zeros.
 CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMapDataType type,
-                     uint64_t head_dim) {
+                     uint64_t head_dim, uint32_t box_heads) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -30,7 +24,7 @@ CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMa
   const cuuint64_t sizes[4] = {head_dim, page_size, num_heads, params.num_pages};
   const cuuint64_t strides[3] = {row_bytes, page_size * row_bytes,
                                  num_heads * page_size * row_bytes};
-  const cuuint32_t box[4] = {kBoxValues, kBoxTokens, 1, 1}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {kBoxValues, kBoxTokens, box_heads, 1}, steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status =
       encode(&map, type, 4, const_cast<void*>(pool), sizes, strides, box, steps,
@@ -44,7 +38,7 @@ template <typename T, int kHeadDim>
 void launch_typed(AttentionParams params, cudaStream_t stream) {
   using Traits = AttentionTraits<T, kHeadDim>;
   using Shared = SharedMemory<Traits>;
-  static_assert(Shared::bytes(kHeadDim <= 128 ? kMaxStages : 3) <= 227 * 1024, "a stage is lost");
+  static_assert(Shared::bytes(kHeadDim <= 128 ? kMaxStages : 5) <= 227 * 1024, "a stage is lost");
   const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
   int num_stages = kMaxStages;
   while (num_stages > 1 && Shared::bytes(num_stages) > available) --num_stages;
@@ -52,8 +46,10 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) == 9) {
     const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    params.k_map = pool_map(params.k_pool, params, type, kHeadDim);
-    params.v_map = pool_map(params.v_pool, params, type, kHeadDim);
+    for (int i = 0; i <= kMaxHeadsLog2; ++i) {
+      params.k_map[i] = pool_map(params.k_pool, params, type, kHeadDim, 1u << i);
+      params.v_map[i] = pool_map(params.v_pool, params, type, kHeadDim, 1u << i);
+    }
   }
   const int bytes = Shared::bytes(num_stages);
   check_launch(cudaFuncSetAttribute(cascade_attention_kernel<Traits>,
@@ -62,6 +58,12 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
   launch("cascade_attention", cascade_attention_kernel<Traits>,
          device_attribute(cudaDevAttrMultiProcessorCount), kAttentionThreads, bytes, stream,
          params);
+  // More query tokens than sequences: not decoding, and no partial states.
+  if (params.tree.num_tokens > params.tree.num_seqs) return;
+  const int64_t rows = int64_t{params.tree.num_seqs} * params.num_kv_heads * params.group_size;
+  launch("merge_paths", merge_paths_kernel<T, kHeadDim>,
+         static_cast<int>((rows * 32 + kMergeThreads - 1) / kMergeThreads), kMergeThreads, 0,
+         stream, params);
 }
 
 }  // namespace

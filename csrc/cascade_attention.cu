@@ -111,12 +111,9 @@ TreeParams tree_params(const Nodes& nodes, int64_t num_tokens) {
   return tree;
 }
 
-// Tokens of a KV tile, which AttentionTraits sets by head_dim.
-int kv_tile(int64_t head_dim) { return head_dim <= 128 ? 64 : 32; }
-
 Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_heads,
                       int64_t num_kv_heads, int64_t head_dim, int64_t num_states,
-                      const Tensor* counters) {
+                      const Tensor* ticket) {
   const int64_t size =
       work_list_size(tree.num_seqs, tree.num_nodes, tree.num_reads, num_states, num_kv_heads);
   Tensor work = torch::stable::new_empty(like, {size}, ScalarType::Int);
@@ -124,26 +121,26 @@ Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_
   const int heads = static_cast<int>(num_kv_heads);
   const int group_size = static_cast<int>(num_q_heads / num_kv_heads);
   const cudaStream_t stream = current_stream(like);
-  launch("work_list", work_list_kernel, 1, kWorkListThreads, 0, stream, tree, list, heads,
-         group_size, static_cast<int>(num_states),
-         counters ? static_cast<int32_t*>(counters->data_ptr()) : nullptr,
-         counters ? static_cast<int>(counters->numel()) : 0);
+  launch("work_list", work_list_kernel, 1, kWorkListThreads,
+         kStagedWords * static_cast<int>(sizeof(int32_t)), stream, tree, list, heads, group_size,
+         static_cast<int>(num_states), kv_tile_rows(static_cast<int>(head_dim)),
+         device_attribute(cudaDevAttrMultiProcessorCount),
+         ticket ? static_cast<int32_t*>(ticket->data_ptr()) : nullptr);
   launch("work_list", items_kernel, 64, 256, 0, stream, tree, list, heads, group_size,
-         kv_tile(head_dim));
+         kv_tile_rows(static_cast<int>(head_dim)));
   return work;
 }
 
 // ---------------------------------------------------------------------- the launch
 
-Tensor new_counters(const Tensor& like, int64_t num_seqs, int64_t num_kv_heads) {
-  return torch::stable::new_empty(like, {kTicketCounters + num_seqs * num_kv_heads},
-                                  ScalarType::Int);
+Tensor new_ticket(const Tensor& like) {
+  return torch::stable::new_empty(like, {1}, ScalarType::Int);
 }
 
-// `counters` are zero by the time this kernel runs; without a work list it makes its own, which
-// clears them too.
+// `ticket` is zero by the time this kernel runs. Without a work list it makes its own, which sees
+// to that; with one, an append comes before it.
 State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Nodes& nodes,
-             double sm_scale, const std::optional<Tensor>& given_work, const Tensor& counters) {
+             double sm_scale, const std::optional<Tensor>& given_work, const Tensor& ticket) {
   const int64_t num_tokens = q.size(0), num_q_heads = q.size(1), head_dim = q.size(2);
   const int64_t num_kv_heads = k_pool.size(1), page_size = k_pool.size(2);
   const TreeParams tree = tree_params(nodes, num_tokens);
@@ -151,7 +148,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
       num_scratch_states(tree.num_seqs, tree.num_reads, nodes.kv_indices.size(0), page_size);
   const Tensor work = given_work ? *given_work
                                  : make_work_list(tree, q, num_q_heads, num_kv_heads, head_dim,
-                                                  num_states, &counters);
+                                                  num_states, &ticket);
   Tensor out = torch::stable::new_empty(q, {num_tokens, num_q_heads, head_dim});
   Tensor lse = torch::stable::new_empty(q, {num_tokens, num_q_heads}, ScalarType::Float);
   if (num_tokens == 0) return {out, lse};
@@ -170,7 +167,8 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   params.lse = static_cast<float*>(lse.data_ptr());
   params.state_out = static_cast<float*>(state_out.data_ptr());
   params.state_lse_log2 = static_cast<float*>(state_lse.data_ptr());
-  params.counters = static_cast<int32_t*>(counters.data_ptr());
+  params.ticket = static_cast<int32_t*>(ticket.data_ptr());
+  params.may_start_early = given_work.has_value();
   params.q_token_stride = stride_in_chunks(q, 0);
   params.q_head_stride = stride_in_chunks(q, 1);
   params.num_pages = static_cast<uint64_t>(k_pool.size(0));
@@ -209,8 +207,7 @@ State prefix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, 
                           sm_scale);
   }
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  const Tensor counters = new_counters(q, nodes.num_seqs(), k_pool.size(1));
-  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, counters);
+  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, new_ticket(q));
 }
 
 State suffix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, Tensor kv_indptr,
@@ -222,8 +219,7 @@ State suffix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, 
                           kv_indptr, kv_indices, kv_len, first_slot, leaves, sm_scale);
   }
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  const Tensor counters = new_counters(q, nodes.num_seqs(), k_pool.size(1));
-  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, counters);
+  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, new_ticket(q));
 }
 
 State cascade_attention(Tensor q, Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor slots,
@@ -239,9 +235,9 @@ State cascade_attention(Tensor q, Tensor k, Tensor v, Tensor k_pool, Tensor v_po
                           reader_indptr, readers, sm_scale, work);
   }
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  const Tensor counters = new_counters(q, nodes.num_seqs(), k_pool.size(1));
-  launch_append(k, v, k_pool, v_pool, slots, counters);
-  return attend(q, k_pool, v_pool, nodes, sm_scale, work, counters);
+  const Tensor ticket = new_ticket(q);
+  launch_append(k, v, k_pool, v_pool, slots, &ticket);
+  return attend(q, k_pool, v_pool, nodes, sm_scale, work, ticket);
 }
 
 }  // namespace hf_cascade

@@ -70,6 +70,13 @@ inline void check_launch(cudaError_t error, const char* what) {
   STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  check_launch(cudaGetDevice(&device), "cudaGetDevice");
+  check_launch(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return value;
+}
+
 // Programmatic dependent launch: our prologue overlaps the end of the kernel before it. Every
 // kernel launched this way waits (ptx::wait_for_previous_kernel) before it touches memory.
 template <typename... Params>

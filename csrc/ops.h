@@ -14,9 +14,9 @@ void append_kv(Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor slots);
 // Whether the kernel serves these arguments.
 bool can_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
                 const Tensor& slots);
-// Appends and clears `counters`, the int32 tensor that the launch after it counts with.
+// Appends and, where there is one, sets `ticket`, an int32, to 0 for the launch that follows.
 void launch_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
-                   const Tensor& slots, const std::optional<Tensor>& counters);
+                   const Tensor& slots, const Tensor* ticket);
 
 Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
                  Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,

@@ -2,11 +2,13 @@
 //
 // It walks tiles, not items: while the consumers finish one item the next one's pages are on
 // their way, so short suffixes keep as many bytes in flight as long prefixes do.
-//   Owns     the ring of stages (waits for `empty`, fills, signals `full`), the 8 granules of q and
-//            two tables of targets.
-//   Moves    per tile kKvTile rows of K and of V, whose row 0 is a slot divisible by 16: on sm_90
-//   by
-//            the copy engine, else 16 bytes a lane and cp.async.
+//   Owns     the ring of stages (waits for `empty`, fills, signals `full`), the 8 granules of q
+//   (one a
+//            consumer warp) and two tables of targets.
+//   Moves    per tile kKvTile rows of K and of V, whose first is a slot divisible by 16: of a
+//   shared
+//            node as many tokens of one head, of a leaf's fewer tokens of several heads. On sm_90
+//            by the copy engine, else 16 bytes a lane and cp.async.
 #pragma once
 
 #include "attention_traits.cuh"
@@ -20,28 +22,32 @@ class Producer {
       : p_(params), shared_(shared), control_(shared.control()), lane_(threadIdx.x % 32) {}
 
   __device__ void run() {
+    // Where the kernel before us only appends to leaves, shared nodes' items begin beside it.
+    is_early_ = p_.may_start_early;
+    if (!is_early_) wait_for_previous_kernel();
     const WorkHeader header = *p_.work.header;
-    const int num_items = header.num_shared_items + header.num_leaf_items;
-    const int num_ctas = static_cast<int>(gridDim.x);
-    // The item after this one is loaded, and the ticket of the one after that drawn, while this one
-    // streams. The first two tickets need no drawing.
-    int ticket = static_cast<int>(blockIdx.x), next_ticket = ticket + num_ctas;
-    Item item = load(header, ticket, num_items);
-    while (ticket < num_items) {
-      int drawn = 0;
-      if (lane_ == 0) drawn = atomicAdd(p_.counters, 1);
-      const Item next = load(header, next_ticket, num_items);
-      if (!header.is_decode) {
+    is_decode_ = header.is_decode;
+    heads_log2_ = header.heads_log2;
+    num_items_ = header.num_shared_items + header.num_leaf_items;
+    const bool interleaves = is_decode_ && p_.group_size <= kMaxLeafRows;
+    const int first_leaf = interleaves ? header.num_shared_items : num_items_;
+    next_ = load_item();
+    while (next_ticket_ < first_leaf) {
+      const bool is_still = is_decode_ && header.shared_are_still;
+      if (!is_still || next_ticket_ >= header.num_shared_items) wait_if_early();
+      const int ticket = take_item();
+      if (!is_decode_) {
         take_queries(ticket);
-      } else if (item.seq < 0) {
-        take_shared(item);
+      } else if (control_.item.seq < 0) {
+        take_shared(control_.item);
       } else {
-        take_leaf(item);
+        take_leaf(control_.item);
       }
-      item = next;
-      ticket = next_ticket;
-      next_ticket = __shfl_sync(~0u, drawn, 0) + 2 * num_ctas;
+      stream();
+      if (wait_if_early()) draw_ticket();  // which take_item could not
     }
+    wait_if_early();
+    if (interleaves) stream_leaves();
     Tile stop = {};
     stop.flags = Tile::kStop;
     wait_for_stage();
@@ -50,46 +56,77 @@ class Producer {
 
  private:
   static constexpr int kRowsPerLane = Traits::kKvTile / 32;
-  static constexpr int kTokensPerLane = kRowsPerTile / 32;
+
+  // The merge that follows may start once all CTAs are here, and then rely on what we waited for.
+  __device__ void wait_for_previous_kernel() {
+    ptx::wait_for_previous_kernel();
+    ptx::let_next_kernel_start();
+  }
+
+  __device__ bool wait_if_early() {
+    if (!is_early_) return false;
+    wait_for_previous_kernel();
+    is_early_ = false;
+    return true;
+  }
 
   // ------------------------------------------------------------------ items
 
-  __device__ Item load(const WorkHeader& header, int ticket, int num_items) const {
-    if (!header.is_decode || ticket >= num_items) return {};
-    return p_.work.items[ticket];
+  // Makes the next item the current one, in shared memory, and returns its ticket. The item after
+  // it is loaded, and the ticket of the one after that drawn, while this one streams. The first two
+  // tickets of a CTA need no drawing.
+  __device__ int take_item() {
+    __syncwarp();
+    if (lane_ < kItemWords) reinterpret_cast<int32_t*>(&control_.item)[lane_] = next_;
+    __syncwarp();
+    const int ticket = next_ticket_;
+    next_ticket_ = __shfl_sync(~0u, drawn_, 0) + 2 * static_cast<int>(gridDim.x);
+    next_ = load_item();
+    if (!is_early_) draw_ticket();
+    return ticket;
+  }
+
+  __device__ void draw_ticket() {
+    if (lane_ == 0) drawn_ = atomicAdd(p_.ticket, 1);
+  }
+
+  // A lane a word of the item.
+  static constexpr int kItemWords = sizeof(Item) / sizeof(int32_t);
+
+  __device__ int32_t load_item() const {
+    if (!is_decode_ || next_ticket_ >= num_items_ || lane_ >= kItemWords) return 0;
+    return reinterpret_cast<const int32_t*>(p_.work.items + next_ticket_)[lane_];
   }
 
   __device__ void take_shared(const Item& item) {
     begin_item(item.head, item.num_tokens * p_.group_size, false);
+    set_segment(item);
     claim_targets();
-    bool is_partial = false;
-#pragma unroll
-    for (int j = 0; j < kTokensPerLane; ++j) {
-      const int t = lane_ + 32 * j;
-      token_[j] = 0;
-      if (t < item.num_tokens) {
-        const int read = item.first_read + t, seq = p_.tree.readers[read];
-        const int token = p_.tree.q_indptr[seq];
-        const bool has_query = p_.tree.q_indptr[seq + 1] > token;
-        const bool is_lone = p_.work.path_indptr[seq + 1] - p_.work.path_indptr[seq] == 1;
-        const int slot = is_lone ? ~token : p_.work.path[read] + item.split;
-        is_partial |= !is_lone;
-        control_.targets[item_.targets][t] = {has_query ? seq : -1, slot};
-        if (has_query) token_[j] = token;
-      }
+    for (int t = lane_; t < item.num_tokens; t += 32) {
+      const int read = item.first_read + t;
+      const Target first = p_.work.path[read];
+      control_.tokens[t] = p_.work.read_tokens[read];
+      control_.targets[item_.targets][t] = first >= 0 ? first + item.split : first;
     }
-    if (__any_sync(~0u, is_partial)) item_.flags |= Tile::kPartial;
-    remaining_ = item.num_tiles;
-    stream(item.pages, item.begin_slot, item.end_slot, 0);
   }
 
+  // Of a group too large for the leaf's way.
   __device__ void take_leaf(const Item& item) {
-    begin_item(item.head, p_.group_size, p_.group_size <= kMaxLeafRows);
-    if (item.slot >= 0) item_.flags |= Tile::kPartial;
-    set_single_target({item.token < 0 ? -1 : item.seq, item.slot}, max(0, item.token));
+    begin_item(item.head, p_.group_size, false);
+    set_segment(item);
+    set_single_target(item.token < 0 ? kNowhere : item.slot, max(0, item.token));
+  }
+
+  __device__ void set_segment(const Item& item) {
     remaining_ = max(1, item.num_tiles);
-    if (item.num_tiles == 0) return stream_nothing();
-    stream(item.pages, item.begin_slot, item.end_slot, 0);
+    num_segments_ = 1;
+    segment_ = {item.pages, item.begin_slot, item.end_slot, 0};
+    // Of the first tile, so that its latency passes beside that of the targets.
+    const int slot = align_slot(item.begin_slot) + lane_ % Traits::kBlocks * kBoxTokens;
+    first_page_ = 0;
+    if (slot < item.end_slot) {
+      first_page_ = p_.tree.kv_indices[item.pages + (slot >> p_.page_size_log2)];
+    }
   }
 
   // Several query tokens a sequence (prefill): a tile of them walks its whole path, the prefix
@@ -109,16 +146,16 @@ class Producer {
     begin_item(local / num_tiles, num_tokens * p_.group_size,
                q_len == 1 && p_.group_size <= kMaxLeafRows);
     if (item_.flags & Tile::kLeaf) {
-      set_single_target({seq, ~first_token}, first_token);
+      set_single_target(~first_token, first_token);
     } else {
       claim_targets();
-#pragma unroll
-      for (int j = 0; j < kTokensPerLane; ++j) {
-        const int t = lane_ + 32 * j;
-        token_[j] = first_token + first + min(t, num_tokens - 1);
-        if (t < num_tokens) control_.targets[item_.targets][t] = {seq, ~token_[j]};
+      for (int t = lane_; t < num_tokens; t += 32) {
+        const int token = first_token + first + t;
+        control_.targets[item_.targets][t] = ~token;
+        control_.tokens[t] = token;
       }
     }
+    // The segments are found one by one as they are streamed: the path's nodes, then the leaf.
     const int path_begin = p_.work.path_indptr[seq], path_end = p_.work.path_indptr[seq + 1];
     const int first_visible = max(0, leaf_len - q_len + first + 1);
     const int leaf_end = leaf < 0 ? 0 : min(leaf_len, first_visible + num_tokens - 1);
@@ -128,22 +165,28 @@ class Producer {
       tiles += tiles_of(node, p_.tree.kv_len[node]);
     }
     remaining_ = max(1, tiles);
-    if (tiles == 0) return stream_nothing();
-    for (int i = path_begin; i < path_end; ++i) {
-      const int node = p_.work.path[i];
-      stream_node(node, p_.tree.kv_len[node], 0);
-    }
-    if (leaf_end > 0) stream_node(leaf, leaf_end, first_visible);
+    path_begin_ = path_begin;
+    path_length_ = path_end - path_begin;
+    num_segments_ = max(1, path_length_ + (leaf_end > 0));
+    segment_ = {};
+    if (leaf_end > 0) segment_ = segment_of(leaf, leaf_end, first_visible);
   }
 
   __device__ int tiles_of(int node, int end) const {
     return count_tiles(p_.tree.first_slot[node], 0, end, Traits::kKvTile);
   }
 
-  __device__ void stream_node(int node, int end, int first_visible) {
+  // Consecutive slots of one node.
+  struct Segment {
+    int pages;       // the node's in kv_indices
+    int begin, end;  // slots, counted from the first slot of the node's first page
+    int seen;        // > 0: causal, the item's first query token sees the slots before this one
+  };
+
+  __device__ Segment segment_of(int node, int end, int first_visible) const {
     const int first_slot = p_.tree.first_slot[node];
-    const int seen_slot = first_visible > 0 ? first_slot + first_visible : 0;
-    stream(p_.tree.kv_indptr[node], first_slot, first_slot + end, seen_slot);
+    return {p_.tree.kv_indptr[node], first_slot, first_slot + end,
+            first_visible > 0 ? first_slot + first_visible : 0};
   }
 
   __device__ void begin_item(int head, int num_rows, bool leaf_way) {
@@ -161,71 +204,125 @@ class Producer {
     targets_phases_ ^= 1u << next_targets_;
   }
 
-  __device__ void set_single_target(const Target& target, int token) {
+  __device__ void set_single_target(Target target, int token) {
     item_.target = target;
-#pragma unroll
-    for (int j = 0; j < kTokensPerLane; ++j) token_[j] = token;
-    if (item_.flags & Tile::kLeaf) return;
-    claim_targets();
-    if (lane_ == 0) control_.targets[item_.targets][0] = target;
+    if (item_.flags & Tile::kLeaf) {
+      item_.first_warp = next_warp_;
+      next_warp_ = (next_warp_ + 1) % kConsumerWarps;
+    } else {
+      claim_targets();
+      if (lane_ == 0) control_.targets[item_.targets][0] = target;
+    }
+    if (lane_ == 0) control_.tokens[0] = token;
   }
 
   // ------------------------------------------------------------------ tiles
 
-  // Tiles of slots [begin, end) of the node whose pages begin at kv_indices[pages]. seen > 0:
-  // causal, the item's first query token sees the slots before that one.
-  __device__ void stream(int first_page, int begin, int end, int seen) {
-    const int32_t* pages = p_.tree.kv_indices + first_page;
-    for (int start = align_slot(begin); start < end; start += Traits::kKvTile) {
-      Tile tile = item_;
-      tile.begin = max(0, begin - start);
-      tile.end = min(Traits::kKvTile, end - start);
-      if (seen > 0) {
-        tile.visible = seen - start;
-        if (tile.visible < tile.end) tile.flags |= Tile::kCausal;
+  // All tiles of the item, at least one: an item with nothing to see gets an empty tile.
+  __device__ void stream() {
+    for (int i = 0; i < num_segments_; ++i) {
+      Segment segment = segment_;
+      if (!is_decode_ && i < path_length_) {
+        const int node = p_.work.path[path_begin_ + i];
+        segment = segment_of(node, p_.tree.kv_len[node], 0);
       }
-      send(tile, pages, start);
+      const int32_t* pages = p_.tree.kv_indices + segment.pages;
+      int start = align_slot(segment.begin);
+      do {
+        Tile tile = item_;
+        tile.begin = max(0, segment.begin - start);
+        tile.end = min(Traits::kKvTile, segment.end - start);
+        if (segment.seen > 0) {
+          tile.visible = segment.seen - start;
+          if (tile.visible < tile.end) tile.flags |= Tile::kCausal;
+        }
+        const bool is_whole = tile.begin == 0 && tile.end == Traits::kKvTile;
+        if (is_whole && !(tile.flags & Tile::kCausal)) tile.flags |= Tile::kWhole;
+        if (--remaining_ == 0) tile.flags |= Tile::kLast;
+        send(tile, pages, start);
+        item_.flags &= ~Tile::kFirst;
+        start += Traits::kKvTile;
+      } while (start < segment.end);
     }
   }
 
-  __device__ void stream_nothing() {
-    Tile tile = item_;
-    send(tile, nullptr, 0);
+  // Leaves' items, several under way: a warp works on one tile for longer than it takes to load, so
+  // each team of warps, one warp a head, has an item of its own, and tiles go to the teams in turn.
+  __device__ void stream_leaves() {
+    const int num_teams = kConsumerWarps >> heads_log2_,
+              tile_tokens = Traits::kKvTile >> heads_log2_;
+    if (lane_ < num_teams) control_.leaves[lane_].num_tiles = 0;
+    __syncwarp();
+    int num_live = 0;
+    for (int team = 0;; team = team + 1 == num_teams ? 0 : team + 1) {
+      LeafItem leaf = control_.leaves[team];
+      const bool is_new = leaf.num_tiles == 0;
+      if (is_new) {
+        if (next_ticket_ >= num_items_) {
+          if (num_live == 0) return;
+          continue;
+        }
+        take_item();
+        const Item& item = control_.item;
+        leaf.num_tiles = max(1, item.num_tiles);
+        leaf.start_slot = align_slot(item.begin_slot);
+        leaf.begin_slot = item.begin_slot;
+        leaf.end_slot = item.end_slot;
+        leaf.pages = item.pages;
+        leaf.head = item.head;
+        leaf.target = item.token < 0 ? kNowhere : item.slot;
+        if (lane_ == 0) control_.tokens[0] = max(0, item.token);
+        ++num_live;
+      }
+      Tile tile = {};
+      tile.flags =
+          Tile::kLeaf | (is_new ? Tile::kFirst : 0) | (leaf.num_tiles == 1 ? Tile::kLast : 0);
+      tile.begin = max(0, leaf.begin_slot - leaf.start_slot);
+      tile.end = min(tile_tokens, leaf.end_slot - leaf.start_slot);
+      tile.head = leaf.head;
+      tile.num_rows = p_.group_size;
+      tile.first_warp = team << heads_log2_;
+      tile.heads_log2 = heads_log2_;
+      tile.target = leaf.target;
+      send(tile, p_.tree.kv_indices + leaf.pages, leaf.start_slot);
+      leaf.start_slot += tile_tokens;
+      --leaf.num_tiles;
+      num_live -= leaf.num_tiles == 0;
+      if (lane_ == 0) control_.leaves[team] = leaf;
+      __syncwarp();
+    }
   }
 
   // Sends a tile whose row 0 is the node's slot `start`.
-  __device__ void send(Tile& tile, const int32_t* pages, int start) {
+  __device__ void send(const Tile& tile, const int32_t* pages, int start) {
     // Its latency passes while we wait for the stage.
     const Source source = find_source(tile, pages, start);
     wait_for_stage();
-    if (tile.flags & Tile::kFirst) load_queries(tile);
     load_tile(tile, source);
-    if (--remaining_ == 0) tile.flags |= Tile::kLast;
+    if (tile.flags & Tile::kFirst) load_queries(tile);
     hand_over(tile);
-    item_.flags &= ~Tile::kFirst;
-    ++item_.index;
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   // The copy engine: a lane a box of 16 tokens and 64 values. Rows outside the item's tokens hold
   // whatever is near; the consumers mask K and clear V (`clear_padding`).
-  static constexpr int kBoxes = Traits::kKvTile / kBoxTokens;
-
   struct Source {
     int page, slot;  // of the lane's box
   };
 
   __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
-    const int row = lane_ % kBoxes * kBoxTokens;
-    if (row >= tile.end) return {-1, 0};
-    const int slot = start + row;
-    return {pages[slot >> p_.page_size_log2], slot & ((1 << p_.page_size_log2) - 1)};
+    const int token = lane_ % Traits::kBlocks * kBoxTokens;
+    if (token >= tile.end) return {-1, 0};
+    const int slot = start + token;
+    const bool is_known = is_decode_ && (tile.flags & (Tile::kFirst | Tile::kLeaf)) == Tile::kFirst;
+    return {is_known ? first_page_ : pages[slot >> p_.page_size_log2],
+            slot & ((1 << p_.page_size_log2) - 1)};
   }
 
   // One lane issues all copies, unrolled: spread over lanes they cost 95 clocks each, for the
   // instruction takes its operands from the warp's uniform registers, one lane after the other.
   __device__ void load_tile(const Tile& tile, const Source& source) {
-    constexpr int kBoxBytes = kBoxTokens * 128;
+    constexpr int kBoxes = Traits::kBlocks, kBoxBytes = kBoxTokens * 128;
     uint64_t* full = &control_.full[stage_];
     const uint32_t k = shared_.k(stage_), v = shared_.v(stage_);
     int page[kBoxes], slot[kBoxes];
@@ -235,17 +332,19 @@ class Producer {
       slot[box] = __shfl_sync(~0u, source.slot, box);
     }
     const int boxes = ceil_div(tile.end, kBoxTokens);
+    const CUtensorMap* k_map = &p_.k_map[tile.heads_log2];
+    const CUtensorMap* v_map = &p_.v_map[tile.heads_log2];
     if (ptx::elect_lane()) {
-      ptx::barrier_expect_bytes(full, 2 * boxes * Traits::kPanels * kBoxBytes);
+      ptx::barrier_expect_bytes(full, (2 * boxes * Traits::kPanels * kBoxBytes) << tile.heads_log2);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        if (page[box] < 0) continue;
+        if (page[box] < 0) break;
 #pragma unroll
         for (int panel = 0; panel < Traits::kPanels; ++panel) {
-          const int offset = panel * Traits::kKvTile * 128 + box * kBoxBytes;
-          ptx::copy_box(k + offset, &p_.k_map, full, panel * kBoxValues, slot[box], tile.head,
+          const int offset = panel * Traits::kKvTile * 128 + (box << tile.heads_log2) * kBoxBytes;
+          ptx::copy_box(k + offset, k_map, full, panel * kBoxValues, slot[box], tile.head,
                         page[box]);
-          ptx::copy_box(v + offset, &p_.v_map, full, panel * kBoxValues, slot[box], tile.head,
+          ptx::copy_box(v + offset, v_map, full, panel * kBoxValues, slot[box], tile.head,
                         page[box]);
         }
       }
@@ -257,18 +356,23 @@ class Producer {
   // the pool holds there.
   struct Source {
     uint32_t row_chunk[kRowsPerLane];  // where the lane's rows begin, in 16-byte chunks
+    uint32_t exists;                   // bit j: the lane's row j is a token of the item
   };
 
   __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
     Source source = {};
 #pragma unroll
     for (int j = 0; j < kRowsPerLane; ++j) {
-      const int row = lane_ + 32 * j, slot = start + row;
-      if (row < tile.begin || row >= tile.end) continue;
+      // Row by row: 16 tokens of one head, the same of the next head, then the next 16 tokens.
+      const int row = lane_ + 32 * j, block = row / kBoxTokens;
+      const int token = (block >> tile.heads_log2) * kBoxTokens + row % kBoxTokens;
+      const int head = tile.head + (block & ((1 << tile.heads_log2) - 1)), slot = start + token;
+      if (token < tile.begin || token >= tile.end) continue;
       const uint32_t page = pages[slot >> p_.page_size_log2];
-      const uint32_t pool_row = ((page * p_.num_kv_heads + tile.head) << p_.page_size_log2) +
+      const uint32_t pool_row = ((page * p_.num_kv_heads + head) << p_.page_size_log2) +
                                 (slot & ((1 << p_.page_size_log2) - 1));
       source.row_chunk[j] = pool_row * Traits::kRowChunks;
+      source.exists |= 1u << j;
     }
     return source;
   }
@@ -284,47 +388,59 @@ class Producer {
       // 32 rows are a whole number of rounds, so a round's rows all belong to one register.
       const uint32_t begin =
           __shfl_sync(~0u, source.row_chunk[32 * i / Traits::kRowChunks / 32], row % 32);
+      const bool exists =
+          __shfl_sync(~0u, source.exists, row % 32) >> (32 * i / Traits::kRowChunks / 32) & 1;
       const int64_t offset = (int64_t{begin} + chunk) * 16;
       const uint32_t place = swizzled<Traits::kKvTile>(0, row, chunk);
-      const bool exists = row >= tile.begin && row < tile.end;
       ptx::copy_async_16(k + place, k_pool + offset, exists);
       ptx::copy_async_16(v + place, v_pool + offset, exists);
     }
   }
 #endif
 
-  // Row r of the item is query token r / group_size, head r % group_size of the group.
-  __device__ void load_queries(Tile& tile) {
-    const char* q = static_cast<const char*>(p_.q);
-    const int num_granules = ceil_div(tile.num_rows, Traits::kGranuleRows);
+  // A granule is one warp's. Rows of it that do not exist keep what they hold: nothing is made of
+  // them.
+  __device__ void load_queries(const Tile& tile) {
+    __syncwarp();  // the tokens are written
+    const int lane_row = lane_ / Traits::kRowChunks, chunk = lane_ % Traits::kRowChunks;
     if (tile.flags & Tile::kLeaf) {
-      leaf_granule_ = (leaf_granule_ + 1) % Traits::kGranules;
-      tile.granule = item_.granule = leaf_granule_;
-    }
-    for (int g = 0; g < num_granules; ++g) {
-      const int granule = tile.flags & Tile::kLeaf ? leaf_granule_ : g;
-      ptx::barrier_wait(&control_.granule_empty[granule], (granule_phases_ >> granule) & 1);
-      granule_phases_ ^= 1u << granule;
-      const uint32_t target = shared_.q(granule);
-#pragma unroll
-      for (int i = 0; i < Traits::kGranuleRows * Traits::kRowChunks / 32; ++i) {
-        const int row = (32 * i + lane_) / Traits::kRowChunks;
-        const int chunk = (32 * i + lane_) % Traits::kRowChunks;
-        const int item_row = g * Traits::kGranuleRows + row;
-        const int t = item_row / p_.group_size;
-        int token = 0;
-#pragma unroll
-        for (int j = 0; j < kTokensPerLane; ++j) {
-          const int candidate = __shfl_sync(~0u, token_[j], t % 32);
-          if (t / 32 == j) token = candidate;
+      // One token; a granule a head, in which row r is head r of its group.
+      const int64_t token_offset = control_.tokens[0] * p_.q_token_stride + chunk;
+      for (int i = 0; i < 1 << tile.heads_log2; ++i) {
+        const int first_row = Traits::kGranuleRows * (tile.first_warp + i);
+        claim_granule(tile.first_warp + i);
+        for (int row = lane_row; row < tile.num_rows; row += kRowsAtOnce) {
+          const int head = (tile.head + i) * p_.group_size + row;
+          load_row(first_row + row, chunk, token_offset + head * p_.q_head_stride);
         }
-        const int head = item_.head * p_.group_size + item_row - t * p_.group_size;
-        const int64_t offset = token * p_.q_token_stride + head * p_.q_head_stride + chunk;
-        const bool exists = item_row < tile.num_rows;
-        ptx::copy_async_16(swizzled<Traits::kGranuleRows>(target, row, chunk),
-                           q + (exists ? offset * 16 : 0), exists);
+      }
+      return;
+    }
+    // Row r of the item is query token r / group_size, head r % group_size of the group.
+    const int group_reciprocal = ceil_div(1 << 16, p_.group_size);
+    for (int first = 0; first < tile.num_rows; first += Traits::kGranuleRows) {
+      claim_granule(first / Traits::kGranuleRows);
+      const int end = min(Traits::kGranuleRows, tile.num_rows - first);
+#pragma unroll 4
+      for (int row = lane_row; row < end; row += kRowsAtOnce) {
+        const int t = ((first + row) * group_reciprocal) >> 16;  // exact: both are below 128
+        const int head = tile.head * p_.group_size + first + row - t * p_.group_size;
+        load_row(first + row, chunk,
+                 control_.tokens[t] * p_.q_token_stride + head * p_.q_head_stride + chunk);
       }
     }
+  }
+
+  static constexpr int kRowsAtOnce = 32 / Traits::kRowChunks;
+
+  __device__ void claim_granule(int granule) {
+    ptx::barrier_wait(&control_.granule_empty[granule], (granule_phases_ >> granule) & 1);
+    granule_phases_ ^= 1u << granule;
+  }
+
+  __device__ void load_row(int row, int chunk, int64_t source_chunk) const {
+    ptx::copy_async_16(swizzled<kRowsPerTile>(shared_.q(), row, chunk),
+                       static_cast<const char*>(p_.q) + source_chunk * 16, true);
   }
 
   // ------------------------------------------------------------------ the ring
@@ -348,15 +464,25 @@ class Producer {
   const SharedMemory<Traits>& shared_;
   Control& control_;
   const int lane_;
-  Tile item_ = {};  // the current item, as its next tile starts out
-  int remaining_ = 0;
-  int token_[kTokensPerLane] = {};  // rows of q: of the item's query token lane + 32 j
+  Tile item_ = {};        // the current item, as its next tile starts out
+  Segment segment_ = {};  // the item's only one or, not decoding, its last: the leaf
+  int num_segments_ = 0;
+  int path_begin_ = 0, path_length_ = 0;  // not decoding: the segments before it
+  int remaining_ = 0;                     // tiles of the item that are still to be sent
+  bool is_decode_ = false;
+  bool is_early_ = false;  // the kernel before us may still run
+  int heads_log2_ = 0;
+  int num_items_ = 0;
+  int first_page_ = 0;  // decoding: of box lane % kBlocks of a shared item's first tile
+  int32_t next_ = 0;    // the lane's word of the next item
+  int next_ticket_ = static_cast<int>(blockIdx.x);
+  int drawn_ = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // lane 0's
   int stage_ = 0;
   uint32_t phase_ = 0;
   uint32_t granule_phases_ = ~0u;  // bit g: the parity to wait for before filling granule g
   uint32_t targets_phases_ = ~0u;
   int next_targets_ = 0;
-  int leaf_granule_ = 0;
+  int next_warp_ = 0;  // whose turn it is to take a leaf's head
 };
 
 }  // namespace hf_cascade

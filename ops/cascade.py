@@ -250,9 +250,9 @@ def _work_list_fake(
     # As csrc/params.h and csrc/cascade_attention.cu have it: counts, then 12 values an item.
     num_seqs, num_nodes, num_reads = leaves.shape[0], kv_len.shape[0], readers.shape[0]
     least = num_reads + num_seqs
-    most = least + num_seqs * (kv_indices.shape[0] * page_size // 256)
+    most = least + num_seqs * (kv_indices.shape[0] * page_size // 128)
     num_states = torch.sym_min(most, torch.sym_max(least, 8192))  # no guard on which it is
-    counts = 8 + 2 * num_nodes + 1 + 2 * (num_seqs + 1) + num_reads
+    counts = 8 + 2 * num_nodes + 1 + 2 * (num_seqs + 1) + 2 * num_reads
     return q_indptr.new_empty((counts + 3) // 4 * 4 + 12 * num_states * num_kv_heads)
 
 

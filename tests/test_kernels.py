@@ -82,8 +82,8 @@ def test_group_sizes(group_size, head_dim):
 @pytest.mark.parametrize("group_size", [1, 3, 4, 8])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 def test_splits(group_size, splits):  # [flash-attention 87 of the vllm fork]
-    # With 2 KV heads a split is 256 tokens: here of the prefix and of a leaf, the last one ragged.
-    tree = Tree("splits", (None, 0, 0, 0), (256 * splits - 17, 256 * splits - 100, 5, 300),
+    # With 2 KV heads a split is 128 tokens: here of the prefix and of a leaf, the last one ragged.
+    tree = Tree("splits", (None, 0, 0, 0), (128 * splits - 17, 128 * splits - 100, 5, 300),
                 (1, 2, 3), group_size=group_size, head_dim=64, page_size=16)  # fmt: skip
     assert_tree_attends(build(tree, torch.bfloat16))
 
@@ -99,6 +99,23 @@ def test_batches(batch):
     tree = Tree("batch", (None, *[0] * batch), (33, *(1 + i % 9 for i in range(batch))),
                 tuple(range(1, batch + 1)), head_dim=64, page_size=16)  # fmt: skip
     assert_tree_attends(build(tree, torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("num_kv_heads", "batch"), [(1, 100), (2, 600), (3, 100), (4, 550), (6, 200), (8, 280)]
+)
+@pytest.mark.parametrize("head_dim", [64, 256])
+def test_leaves_by_several_heads(num_kv_heads, batch, head_dim):
+    # So many leaves that their items are of as many heads as divide num_kv_heads, up to four.
+    tree = Tree("heads", (None, *[0] * batch), (33, *(1 + i % 70 for i in range(batch))),
+                tuple(range(1, batch + 1)), num_kv_heads=num_kv_heads, group_size=2,
+                head_dim=head_dim, page_size=16)  # fmt: skip
+    paged = build(tree, torch.bfloat16)
+    args = on_gpu(paged, ops.cascade_attention)
+    out, lse = ops.cascade_attention(**args, work=work_of(args))
+    true = reference.cascade_attention(**args)
+    torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
 
 
 @pytest.mark.parametrize("tokens", [4096, 32768])
