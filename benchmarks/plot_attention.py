@@ -44,7 +44,10 @@ def main() -> None:
                 axis.set_yscale("log")
     for axis in axes[1]:
         axis.set_xlabel("sequences (128 unique tokens each)")
-    figure.suptitle(f"Decode attention, head_dim 128, page size 16\n{stamp}", fontsize=10)
+    figure.suptitle(
+        f"Decode attention, head_dim 128, page size 16 (peers: an earlier run on such a card)\n{stamp}",
+        fontsize=10,
+    )
     figure.tight_layout()
     figure.savefig(RESULTS / "attention_speedup.png", dpi=120)
 
