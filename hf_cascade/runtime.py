@@ -84,7 +84,7 @@ class Cascade:
         return self._description
 
     def release(self) -> None:
-        """Give the page pool's memory back; the next call allocates anew.
+        """Give the memory of the page pool and of captured steps back; calls allocate anew.
 
         Caches returned by earlier calls stay usable and keep the memory they need.
         """
