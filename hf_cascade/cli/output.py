@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
 import signal
 import sys
 import threading
@@ -74,7 +72,6 @@ class Lines:
                 self._out.flush()
                 self.count += 1
         except BrokenPipeError as error:
-            _drop_stdout()
             raise ReaderGoneError from error
         except OSError as error:
             raise Failure(f"{self._name} can't be written: {error.strerror}") from error
@@ -106,11 +103,3 @@ def _interrupts_waiting() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
     if waiting:
         raise KeyboardInterrupt
-
-
-def _drop_stdout() -> None:
-    """Let what Python still holds for stdout go nowhere, instead of failing again at exit."""
-    with contextlib.suppress(io.UnsupportedOperation):
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
