@@ -47,6 +47,17 @@ DEPTHS = (2, 3, 4, 5, 6, 8, 10, 12)
 KINDS_OF_LAYERS = ("layer_types", "mlp_layer_types", "layers_block_type")
 WINDOWS = ("sliding_window", "keep_window_size", "local_attention", "window_size")
 
+_TINY_GEMMA4 = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": VOCAB_SIZE,
+    "vocab_size_per_layer_input": 0,
+    "hidden_size_per_layer_input": 0,
+}
 # What the above can't know, by model_type.
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"mamba_n_heads": 4, "attn_layer_indices": [1]},
@@ -62,22 +73,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0}},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
-    **dict.fromkeys(
-        ["gemma4_assistant", "gemma4_unified_assistant"],
-        {
-            "text_config": {
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_hidden_layers": 6,
-                "num_attention_heads": 4,
-                "num_key_value_heads": 2,
-                "head_dim": 8,
-                "vocab_size": VOCAB_SIZE,
-                "vocab_size_per_layer_input": 0,
-                "hidden_size_per_layer_input": 0,
-            }
-        },
-    ),
+    "gemma4_assistant": {"text_config": _TINY_GEMMA4},
+    "gemma4_unified_assistant": {"text_config": _TINY_GEMMA4},
     "gemma3n_text": {"num_hidden_layers": 10, "num_kv_shared_layers": 5},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {

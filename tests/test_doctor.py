@@ -120,7 +120,7 @@ def pretend(monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "version"),
-    [("transformers", "5.24.0"), ("transformers", "5.13.9"), ("torch", "2.10.1"), ("torch", None)],
+    [("transformers", "5.24.0"), ("transformers", "5.16.9"), ("torch", "2.10.1"), ("torch", None)],
 )
 def test_a_version_that_cannot_work_is_named(pretend, name, version):
     pretend(name, version)

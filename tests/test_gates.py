@@ -16,6 +16,7 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
 )
+from transformers.distributed.pipeline_parallel import PipelineIdentityLayer
 
 import hf_cascade
 from docs.tiny_configs import tiny_config
@@ -111,10 +112,9 @@ def test_attention_that_is_not_causal_is_refused_wherever_it_is_declared():
 
 
 def test_a_stage_of_a_pipeline_is_refused():
-    """transformers 5.16 and later replaces the layers of other processes by these."""
-    pipeline_parallel = pytest.importorskip("transformers.distributed.pipeline_parallel")
+    """transformers replaces the layers of other processes by these."""
     model = new_model()
-    model.model.layers[1] = pipeline_parallel.PipelineIdentityLayer()
+    model.model.layers[1] = PipelineIdentityLayer()
     with pytest.raises(UnsupportedModelError, match="pipeline parallelism"):
         hf_cascade.patch(model)
 
@@ -144,7 +144,7 @@ def test_decoders_that_look_like_encoders_are_served():
     parity(randomize(AutoModelForCausalLM.from_config(config)), **RAGGED, do_sample=True)
 
 
-@pytest.mark.parametrize("version", ["4.57.1", "5.13.1", "5.24.0.dev0", "5.24.0", "6.0.0"])
+@pytest.mark.parametrize("version", ["4.57.1", "5.16.2", "5.24.0.dev0", "5.24.0", "6.0.0"])
 def test_an_untested_version_of_transformers_is_a_clear_message(version, monkeypatch):
     monkeypatch.setattr(compat.transformers, "__version__", version)
     with pytest.raises(UnsupportedModelError, match=rf"tested with .* {version} is installed"):

@@ -38,10 +38,10 @@ def test_the_table_has_the_architectures_of_the_installed_transformers():
     assert dict(row.groups() for row in rows if row) == architectures()
 
 
-@pytest.mark.parametrize("name", [name for name in QUICK.split() if name in architectures()])
+@pytest.mark.parametrize("name", QUICK.split())
 def test_a_model_is_refused_or_right(name):
     found = verdict(name)
-    assert found.outcome in ("cascade", "stock", "refused"), found
+    assert found.outcome != "wrong", found
     assert not IS_OF_THIS_VERSION or as_row(found) in LINES
 
 
