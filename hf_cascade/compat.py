@@ -22,7 +22,7 @@ from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
-from .packing import pack_linears
+from .packing import pack_linears, unpack_linears
 from .prefill import packed_prefill, read_prompts
 from .runtime import Cascade
 from .step import DecodeStep
@@ -127,7 +127,8 @@ class CascadeGenerate:
         generation_config.compile_config = self._compile_config(generation_config, rows)
         cache.is_compileable = True
         if self.cascade.options.pack_linears:
-            pack_linears(self)
+            # What hooks fetch when it is used has no place of its own.
+            (unpack_linears if _has_hooks(self) else pack_linears)(self)
         if self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):  # type: ignore[attr-defined]
             return True
         generation_config.compile_config = compile_config

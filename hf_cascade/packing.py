@@ -37,16 +37,44 @@ class PackedLinear(Linear):
 
 def pack_linears(model: Any) -> None:
     """Pack what can be packed, and anew what no longer is (weights that were moved or replaced)."""
+    for module in model.modules():
+        # Also those whose siblings something else has wrapped since.
+        if type(module) is PackedLinear and not _is_in_place(module):
+            vars(module).pop(_PACK, None)
     for layers in _groups(model):
-        if not _is_packed(layers):
-            with torch.no_grad(), torch.inference_mode(False):
-                matrix = torch.cat([layer.weight for layer in layers])
-                start = 0
-                for layer in layers:
-                    layer.weight.data = matrix[start : start + layer.out_features]
-                    layer.__class__ = PackedLinear
-                    vars(layer)[_PACK] = (matrix, start)
-                    start += layer.out_features
+        packs = [vars(layer).get(_PACK) for layer in layers]
+        if None in packs or len({id(pack[0]) for pack in packs if pack}) > 1:
+            _pack(layers)
+
+
+def _pack(layers: Sequence[Linear]) -> None:
+    with torch.no_grad(), torch.inference_mode(False):
+        matrix = torch.cat([layer.weight for layer in layers])
+        start = 0
+        for layer in layers:
+            layer.weight.data = matrix[start : start + layer.out_features]
+            layer.__class__ = PackedLinear
+            vars(layer)[_PACK] = (matrix, start)
+            start += layer.out_features
+
+
+def _is_in_place(layer: Linear) -> bool:
+    """Whether the layer's weight is where its pack says."""
+    pack = vars(layer).get(_PACK)
+    if pack is None:
+        return False
+    matrix, start = pack
+    weight = layer.weight
+    return (
+        _is_ordinary(weight)
+        and weight.dtype == matrix.dtype
+        and weight.data_ptr() == matrix[start].data_ptr()
+    )
+
+
+def _is_ordinary(weight: Tensor) -> bool:
+    """Whether it can lie in a matrix: not quantized, not sharded, not offloaded."""
+    return type(weight.data) is Tensor and not weight.is_meta
 
 
 def unpack_linears(model: Any) -> None:
@@ -62,22 +90,13 @@ def _groups(model: Any) -> Iterator[list[Linear]]:
         for names in _SIBLINGS:
             layers = [module._modules.get(name) for name in names]
             plain = [layer for layer in layers if type(layer) in (Linear, PackedLinear)]
-            if len(plain) == len(names) and len({_kind(layer) for layer in plain}) == 1:
+            if len(plain) < len(names) or len({_kind(layer) for layer in plain}) > 1:
+                continue
+            if all(_is_ordinary(layer.weight) for layer in plain):
                 yield plain
 
 
 def _kind(layer: Any) -> tuple:
     """Layers of one kind fit into one matrix."""
     weight = layer.weight
-    return layer.in_features, weight.dtype, weight.device, weight.is_contiguous(), type(weight)
-
-
-def _is_packed(layers: Sequence[Linear]) -> bool:
-    """Whether the layers' weights are where their matrix is."""
-    packs = [pack for layer in layers if (pack := vars(layer).get(_PACK)) is not None]
-    if len(packs) < len(layers) or len({id(matrix) for matrix, _ in packs}) > 1:
-        return False
-    return all(
-        layer.weight.dtype == matrix.dtype and layer.weight.data_ptr() == matrix[start].data_ptr()
-        for layer, (matrix, start) in zip(layers, packs, strict=True)
-    )
+    return layer.in_features, weight.dtype, weight.device, type(weight)
