@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import pickle
 
+import accelerate
 import pytest
 import torch
 from models import PROMPT, RAGGED, assert_same, new_model, run
+from peft import LoraConfig, get_peft_model
 from torch.fx import Graph
 from transformers import AutoModelForCausalLM, CompileConfig
 
@@ -78,6 +80,27 @@ def test_new_weights_are_seen(by) -> None:
             parameter.data = weights[name].clone()
     else:
         model.load_state_dict(weights, assign=by == "assignment")
+    assert_same(run(stock, **RAGGED, **SAMPLED), run(model, **RAGGED, **SAMPLED))
+
+
+def wrap_in_lora(model) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    get_peft_model(model, config).eval()
+    model.to(torch.float64)
+
+
+def offload(model) -> None:
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+
+
+@pytest.mark.parametrize("change", [wrap_in_lora, offload])
+def test_layers_that_can_t_be_packed_any_more_are_plain_again(change) -> None:
+    """A matrix that nobody keeps up to date must not be read."""
+    stock, model = new_model(), packed()
+    for each in (stock, model):
+        change(each)
+    torch._dynamo.reset()
     assert_same(run(stock, **RAGGED, **SAMPLED), run(model, **RAGGED, **SAMPLED))
 
 

@@ -116,3 +116,17 @@ def logits(model: PreTrainedModel) -> Tensor:
         output_logits=True, prefix_allowed_tokens_fn=lambda row, ids: [7],
     ).out  # fmt: skip
     return torch.stack(out.logits)
+
+
+@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+def test_torchao_quantizes_a_patched_model_in_place():
+    """Also one whose layers lie in larger matrices."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    stock, patched = whole(), whole()
+    hf_cascade.patch(patched, strict=True, compile=True, pack_linears=True)
+    run(patched, **SAMPLED)
+    for model in (stock, patched):
+        quantize_(model, Int8WeightOnlyConfig())
+    torch._dynamo.reset()
+    assert_same(run(stock, **SAMPLED), run(patched, **SAMPLED))
