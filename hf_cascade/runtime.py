@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import threading
 import warnings
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -91,8 +93,11 @@ class Cascade:
         with self.lock:
             if self._calls:
                 raise RuntimeError("release() during generate: the pages are in use")
+            storage = [weakref.ref(k_pool) for k_pool, _ in self.pool.layers()]
             self._new_pool()
             self.compiler.capturer.release()
+            if any(k_pool() is not None for k_pool in storage):
+                gc.collect()  # compiling leaves reference cycles that hold what it ran with
 
     @contextmanager
     def strict(self) -> Iterator[None]:

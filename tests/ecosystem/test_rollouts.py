@@ -53,8 +53,10 @@ def train(model: PreTrainedModel, samples: Run) -> Round:
     return Round(samples, loss.detach())
 
 
-def test_generate_train_generate_in_groups():
-    stock, model = new_model().train(), hf_cascade.patch(new_model().train(), strict=True)
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_generate_train_generate_in_groups(compile):
+    stock = new_model().train()
+    model = hf_cascade.patch(new_model().train(), strict=True, compile=compile)
     rounds: list[Round] = []
     for _ in range(3):
         expected = train(stock, rollout(stock))
