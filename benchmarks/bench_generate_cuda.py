@@ -269,7 +269,6 @@ def plot(rows: Sequence[dict], stamp: str, model: str) -> None:
                     label="floor" if not place else None)  # fmt: skip
     axis.set_xticks(range(len(cells)), cells)
     axis.set_ylabel("milliseconds a step")
-    axis.set_yscale("log")
     axis.set_title(stamp, fontsize=7)
     axis.legend()
     figure.tight_layout()

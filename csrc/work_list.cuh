@@ -21,6 +21,7 @@ constexpr int kLeafTokens = 16;    // of a leaf, that a warp takes at a time
 constexpr int kMaxLeafRows = 8;    // query rows of a leaf that go the leaf's way
 constexpr int kMinSplit = 256;     // tokens; half of it where kv heads are few
 constexpr int kLongSplit = 1024;   // tokens; from here on more items pay more than fewer states
+constexpr int kLeafSplits = 8;     // of a leaf, at least, as far as they are no shorter than that
 constexpr int kMaxSplit = 4096;    // tokens; longer ones leave CTAs idle at the end
 constexpr int kItemsPerCta = 4;    // leaves' items keep to one head until there are as many
 constexpr int kMaxHeadsLog2 = 2;   // a leaf's item has up to 4 kv heads
@@ -36,7 +37,8 @@ __host__ __device__ constexpr int kv_tile_rows(int head_dim) { return head_dim <
 
 // Tokens of one KV split. A function of the node and the head count alone, never of the batch:
 // a row's bits then do not depend on its companions.
-__host__ __device__ inline int split_length(int kv_len, int num_kv_heads, int split_shift) {
+__host__ __device__ inline int split_length(int kv_len, int num_kv_heads, int split_shift,
+                                            bool is_leaf) {
   // For a lone sequence 64 items; 128 if they stay long.
   const auto fair = [&](int num_items) {
     return (int64_t{kv_len} * num_kv_heads / num_items + 63) / 64 * 64;
@@ -45,12 +47,15 @@ __host__ __device__ inline int split_length(int kv_len, int num_kv_heads, int sp
   int64_t length = fair(64) <= kLongSplit ? fair(64) : fair(128);
   if (fair(64) > kLongSplit && length < kLongSplit) length = kLongSplit;
   length = length < shortest ? shortest : length > kMaxSplit ? kMaxSplit : length;
+  // One warp walks a leaf's split, 16 tokens at a time: many steps are long to wait for.
+  const int64_t longest = kv_len / kLeafSplits > kMinSplit ? kv_len / kLeafSplits : kMinSplit;
+  if (is_leaf && length > longest) length = (longest + 63) / 64 * 64;
   length <<= split_shift;
   return static_cast<int>(length < (1 << 30) ? length : (1 << 30));
 }
 
-__device__ inline int num_splits(int kv_len, int num_kv_heads, int split_shift) {
-  return ceil_div(kv_len, split_length(kv_len, num_kv_heads, split_shift));
+__device__ inline int num_splits(int kv_len, int num_kv_heads, int split_shift, bool is_leaf) {
+  return ceil_div(kv_len, split_length(kv_len, num_kv_heads, split_shift, is_leaf));
 }
 
 __host__ __device__ inline int tokens_per_tile(int group_size) { return kRowsPerTile / group_size; }
@@ -185,7 +190,7 @@ static __global__ void __launch_bounds__(kWorkListThreads)
         read = find_reader(tree.readers, tree.reader_indptr[node], tree.reader_indptr[node + 1], b);
       }
       const int own = read < 0    ? 0
-                      : is_decode ? num_splits(tree.kv_len[node], num_kv_heads, shift)
+                      : is_decode ? num_splits(tree.kv_len[node], num_kv_heads, shift, false)
                                   : 1;
       int sum = own;
       for (int step = 1; step < 32; step *= 2) {
@@ -210,7 +215,7 @@ static __global__ void __launch_bounds__(kWorkListThreads)
       const int prefix = work.leaf_items[b];
       if (!is_decode) return prefix;
       // A sequence with nothing to see still needs an item, to write the empty state.
-      const int leaf = num_splits(leaf_len(b), num_kv_heads, shift);
+      const int leaf = num_splits(leaf_len(b), num_kv_heads, shift, true);
       return prefix + leaf > 0 ? prefix + leaf : 1;
     });
     if (!is_decode || work.path_indptr[tree.num_seqs] <= max_states || shift == 20) break;
@@ -243,8 +248,8 @@ static __global__ void __launch_bounds__(kWorkListThreads)
   exclusive_sums(work.shared_items, num_shared_nodes, [&](int i) {
     if (!is_decode) return 0;
     const int n = work.shared_nodes[i];
-    return num_splits(tree.kv_len[n], num_kv_heads, shift) * ceil_div(num_readers(n), tile_tokens) *
-           num_kv_heads;
+    return num_splits(tree.kv_len[n], num_kv_heads, shift, false) *
+           ceil_div(num_readers(n), tile_tokens) * num_kv_heads;
   });
 
   if (thread == 0) {
@@ -331,7 +336,7 @@ static __global__ void items_kernel(const TreeParams tree, const WorkList work, 
     }
     if (node >= 0) {
       const int kv_len = tree.kv_len[node], first_slot = tree.first_slot[node];
-      const int length = split_length(kv_len, num_kv_heads, header.split_shift);
+      const int length = split_length(kv_len, num_kv_heads, header.split_shift, item.seq >= 0);
       const int begin = item.split * length, end = min(kv_len, begin + length);
       const int tile_tokens = item.seq < 0 ? kv_tile : kv_tile >> header.heads_log2;
       item.num_tiles = count_tiles(first_slot, begin, end, tile_tokens);
