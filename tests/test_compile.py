@@ -244,10 +244,17 @@ def test_hooks_of_accelerate_break_the_graph_and_nothing_else(stock: PreTrainedM
 # Where compiling fails
 
 
+@pytest.fixture
+def nothing_compiled() -> None:
+    """What other tests compiled counts against Dynamo's limit of recompilations."""
+    torch._dynamo.reset()
+
+
 def broken_compiler(graph, inputs, **options):
     raise RuntimeError("no compiler")
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_auto_goes_on_without_a_compiler(stock: PreTrainedModel, monkeypatch, caplog) -> None:
     monkeypatch.setattr(Cascade, "compiles_on", lambda self, device: True)
     model = hf_cascade.patch(copy.deepcopy(stock), strict=True)
@@ -260,6 +267,7 @@ def test_auto_goes_on_without_a_compiler(stock: PreTrainedModel, monkeypatch, ca
     assert "no compiler" in warnings[0]
 
 
+@pytest.mark.usefixtures("nothing_compiled")
 def test_asked_for_it_is_an_error(stock: PreTrainedModel) -> None:
     model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no compiler"):
