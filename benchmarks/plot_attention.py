@@ -45,7 +45,8 @@ def main() -> None:
     for axis in axes[1]:
         axis.set_xlabel("sequences (128 unique tokens each)")
     figure.suptitle(
-        f"Decode attention, head_dim 128, page size 16 (peers: an earlier run on such a card)\n{stamp}",
+        "Decode attention, head_dim 128, page size 16 (peers: an earlier run on such a card)\n"
+        + stamp,
         fontsize=10,
     )
     figure.tight_layout()

@@ -1,6 +1,6 @@
 // Attention over the nodes of a KV tree, shared ones and leaves, in one launch.
 //
-// A persistent CTA, one a multiprocessor: 8 consumer warps and a producer (paged_kv.cuh). It takes
+// A persistent CTA, one a multiprocessor: 8 consumer warps and a producer (producer.cuh). It takes
 // work items by ticket until none is left; an item is (node, KV split, query tile, kv head), of a
 // leaf (leaf, KV split, some kv heads).
 //   Memory   K and V tiles stream through a ring of stages of 32 KB. A byte of a shared node comes
@@ -14,7 +14,7 @@
 #pragma once
 
 #include "attention_tile.cuh"
-#include "paged_kv.cuh"
+#include "producer.cuh"
 
 namespace hf_cascade {
 
