@@ -1,0 +1,201 @@
+// Filling a stage: where a tile's K, V and q come from, and the copies that bring them.
+//
+//   Owns     the ring of stages (waits for `empty`, fills, signals `full`) and the 8 granules of q,
+//            one a consumer warp.
+//   Moves    kKvTile rows of K and of V, whose first is a slot divisible by 16: of a shared node as
+//            many tokens of one head, of a leaf's fewer tokens of several heads. On sm_90 by the
+//            copy engine, else 16 bytes a lane and cp.async; q always so.
+#pragma once
+
+#include "attention_traits.cuh"
+
+namespace hf_cascade {
+
+template <typename Traits>
+class TileLoader {
+ public:
+  __device__ TileLoader(const AttentionParams& params, const SharedMemory<Traits>& shared)
+      : p_(params), shared_(shared), control_(shared.control()), lane_(threadIdx.x % 32) {}
+
+ protected:
+  // Sends a tile whose row 0 is the node's slot `start`.
+  __device__ void send(const Tile& tile, const int32_t* pages, int start) {
+    // Its latency passes while we wait for the stage.
+    const Source source = find_source(tile, pages, start);
+    wait_for_stage();
+    load_tile(tile, source);
+    if (tile.flags & Tile::kFirst) load_queries(tile);
+    hand_over(tile);
+  }
+
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  // The copy engine: a lane a box of 16 tokens and 64 values. Rows outside the item's tokens hold
+  // whatever is near; the consumers mask K and clear V (`clear_padding`).
+  struct Source {
+    int page, slot;  // of the lane's box
+  };
+
+  __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
+    const int token = lane_ % Traits::kBlocks * kBoxTokens;
+    if (token >= tile.end) return {-1, 0};
+    const int slot = start + token;
+    const bool is_known = is_decode_ && (tile.flags & (Tile::kFirst | Tile::kLeaf)) == Tile::kFirst;
+    return {is_known ? first_page_ : pages[slot >> p_.page_size_log2],
+            slot & ((1 << p_.page_size_log2) - 1)};
+  }
+
+  // One lane issues all copies, unrolled: spread over lanes they cost 95 clocks each, for the
+  // instruction takes its operands from the warp's uniform registers, one lane after the other.
+  __device__ void load_tile(const Tile& tile, const Source& source) {
+    constexpr int kBoxes = Traits::kBlocks, kBoxBytes = kBoxTokens * 128;
+    uint64_t* full = &control_.full[stage_];
+    const uint32_t k = shared_.k(stage_), v = shared_.v(stage_);
+    int page[kBoxes], slot[kBoxes];
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box) {
+      page[box] = __shfl_sync(~0u, source.page, box);
+      slot[box] = __shfl_sync(~0u, source.slot, box);
+    }
+    const int boxes = ceil_div(tile.end, kBoxTokens);
+    const CUtensorMap* k_map = &p_.k_map[tile.heads_log2];
+    const CUtensorMap* v_map = &p_.v_map[tile.heads_log2];
+    if (ptx::elect_lane()) {
+      ptx::barrier_expect_bytes(full, (2 * boxes * Traits::kPanels * kBoxBytes) << tile.heads_log2);
+#pragma unroll
+      for (int box = 0; box < kBoxes; ++box) {
+        if (page[box] < 0) break;
+#pragma unroll
+        for (int panel = 0; panel < Traits::kPanels; ++panel) {
+          const int offset = panel * Traits::kKvTile * 128 + (box << tile.heads_log2) * kBoxBytes;
+          ptx::copy_box(k + offset, k_map, full, panel * kBoxValues, slot[box], tile.head,
+                        page[box]);
+          ptx::copy_box(v + offset, v_map, full, panel * kBoxValues, slot[box], tile.head,
+                        page[box]);
+        }
+      }
+    }
+    __syncwarp();
+  }
+#else
+  // 16 bytes a lane and copy. Rows outside the item's tokens are zeros, so that 0 * V is 0 whatever
+  // the pool holds there.
+  static constexpr int kRowsPerLane = Traits::kKvTile / 32;
+
+  struct Source {
+    uint32_t row_chunk[kRowsPerLane];  // where the lane's rows begin, in 16-byte chunks
+    uint32_t exists;                   // bit j: the lane's row j is a token of the item
+  };
+
+  __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
+    Source source = {};
+#pragma unroll
+    for (int j = 0; j < kRowsPerLane; ++j) {
+      // Row by row: 16 tokens of one head, the same of the next head, then the next 16 tokens.
+      const int row = lane_ + 32 * j, block = row / kBoxTokens;
+      const int token = (block >> tile.heads_log2) * kBoxTokens + row % kBoxTokens;
+      const int head = tile.head + (block & ((1 << tile.heads_log2) - 1)), slot = start + token;
+      if (token < tile.begin || token >= tile.end) continue;
+      const uint32_t page = pages[slot >> p_.page_size_log2];
+      const uint32_t pool_row = ((page * p_.num_kv_heads + head) << p_.page_size_log2) +
+                                (slot & ((1 << p_.page_size_log2) - 1));
+      source.row_chunk[j] = pool_row * Traits::kRowChunks;
+      source.exists |= 1u << j;
+    }
+    return source;
+  }
+
+  __device__ void load_tile(const Tile& tile, const Source& source) {
+    const char* k_pool = static_cast<const char*>(p_.k_pool);
+    const char* v_pool = static_cast<const char*>(p_.v_pool);
+    const uint32_t k = shared_.k(stage_), v = shared_.v(stage_);
+#pragma unroll
+    for (int i = 0; i < Traits::kKvTile * Traits::kRowChunks / 32; ++i) {
+      const int row = (32 * i + lane_) / Traits::kRowChunks;
+      const int chunk = (32 * i + lane_) % Traits::kRowChunks;
+      // 32 rows are a whole number of rounds, so a round's rows all belong to one register.
+      const uint32_t begin =
+          __shfl_sync(~0u, source.row_chunk[32 * i / Traits::kRowChunks / 32], row % 32);
+      const bool exists =
+          __shfl_sync(~0u, source.exists, row % 32) >> (32 * i / Traits::kRowChunks / 32) & 1;
+      const int64_t offset = (int64_t{begin} + chunk) * 16;
+      const uint32_t place = swizzled<Traits::kKvTile>(0, row, chunk);
+      ptx::copy_async_16(k + place, k_pool + offset, exists);
+      ptx::copy_async_16(v + place, v_pool + offset, exists);
+    }
+  }
+#endif
+
+  // A granule is one warp's. Rows of it that do not exist keep what they hold: nothing is made of
+  // them.
+  __device__ void load_queries(const Tile& tile) {
+    __syncwarp();  // the tokens are written
+    const int lane_row = lane_ / Traits::kRowChunks, chunk = lane_ % Traits::kRowChunks;
+    if (tile.flags & Tile::kLeaf) {
+      // One token; a granule a head, in which row r is head r of its group.
+      const int64_t token_offset = control_.tokens[0] * p_.q_token_stride + chunk;
+      for (int i = 0; i < 1 << tile.heads_log2; ++i) {
+        const int first_row = Traits::kGranuleRows * (tile.first_warp + i);
+        claim_granule(tile.first_warp + i);
+        for (int row = lane_row; row < tile.num_rows; row += kRowsAtOnce) {
+          const int head = (tile.head + i) * p_.group_size + row;
+          load_row(first_row + row, chunk, token_offset + head * p_.q_head_stride);
+        }
+      }
+      return;
+    }
+    // Row r of the item is query token r / group_size, head r % group_size of the group.
+    const int group_reciprocal = ceil_div(1 << 16, p_.group_size);
+    for (int first = 0; first < tile.num_rows; first += Traits::kGranuleRows) {
+      claim_granule(first / Traits::kGranuleRows);
+      const int end = min(Traits::kGranuleRows, tile.num_rows - first);
+#pragma unroll 4
+      for (int row = lane_row; row < end; row += kRowsAtOnce) {
+        const int t = ((first + row) * group_reciprocal) >> 16;  // exact: both are below 128
+        const int head = tile.head * p_.group_size + first + row - t * p_.group_size;
+        load_row(first + row, chunk,
+                 control_.tokens[t] * p_.q_token_stride + head * p_.q_head_stride + chunk);
+      }
+    }
+  }
+
+  static constexpr int kRowsAtOnce = 32 / Traits::kRowChunks;
+
+  __device__ void claim_granule(int granule) {
+    ptx::barrier_wait(&control_.granule_empty[granule], (granule_phases_ >> granule) & 1);
+    granule_phases_ ^= 1u << granule;
+  }
+
+  __device__ void load_row(int row, int chunk, int64_t source_chunk) const {
+    ptx::copy_async_16(swizzled<kRowsPerTile>(shared_.q(), row, chunk),
+                       static_cast<const char*>(p_.q) + source_chunk * 16, true);
+  }
+
+  // ------------------------------------------------------------------ the ring
+
+  // Barriers start in phase 0; waiting for parity 1 passes at once, so a fresh ring is empty.
+  __device__ void wait_for_stage() { ptx::barrier_wait(&control_.empty[stage_], phase_ ^ 1); }
+
+  // The consumers wait for 33 arrivals: each lane's copies, and lane 0 for what it stored.
+  __device__ void hand_over(const Tile& tile) {
+    if (lane_ == 0) control_.tiles[stage_] = tile;
+    ptx::barrier_arrive_after_copies(&control_.full[stage_]);
+    __syncwarp();  // the targets that other lanes stored come before lane 0's arrival
+    if (lane_ == 0) ptx::barrier_arrive(&control_.full[stage_]);
+    if (++stage_ == shared_.num_stages) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  const AttentionParams& p_;
+  const SharedMemory<Traits>& shared_;
+  Control& control_;
+  const int lane_;
+  bool is_decode_ = false;
+  int first_page_ = 0;  // decoding: of box lane % kBlocks of a shared item's first tile
+  int stage_ = 0;
+  uint32_t phase_ = 0;
+  uint32_t granule_phases_ = ~0u;  // bit g: the parity to wait for before filling granule g
+};
+
+}  // namespace hf_cascade
