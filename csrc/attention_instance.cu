@@ -17,6 +17,8 @@ CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMa
     check_launch(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
                                                   cudaEnableDefault, &result),
                  "cuTensorMapEncodeTiled");
+    STD_TORCH_CHECK(found != nullptr && result == cudaDriverEntryPointSuccess,
+                    "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
   }();
   const uint64_t page_size = uint64_t{1} << params.page_size_log2;
@@ -58,8 +60,6 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
   launch("cascade_attention", cascade_attention_kernel<Traits>,
          device_attribute(cudaDevAttrMultiProcessorCount), kAttentionThreads, bytes, stream,
          params);
-  // More query tokens than sequences: not decoding, and no partial states.
-  if (params.tree.num_tokens > params.tree.num_seqs) return;
   const int64_t rows = int64_t{params.tree.num_seqs} * params.num_kv_heads * params.group_size;
   launch("merge_paths", merge_paths_kernel<T, kHeadDim>,
          static_cast<int>((rows * 32 + kMergeThreads - 1) / kMergeThreads), kMergeThreads, 0,

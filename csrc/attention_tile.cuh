@@ -1,4 +1,5 @@
-// Attention of 16 query rows to the tokens of one KV tile, by one warp, with mma.sync.
+// Attention of 16 query rows to the tokens of one KV tile, by one warp with mma.sync, or of 64
+// by a warpgroup with wgmma.
 //
 //   Owns      16 rows: a thread holds rows lane / 4 and lane / 4 + 8, and of each the columns
 //             2 * (lane % 4) + {0, 1} + 8 j (the accumulator layout of m16n8k16).

@@ -34,7 +34,6 @@ struct AttentionTraits {
   static constexpr int kStageBytes = 2 * kTileBytes;
   // q, kRowsPerTile rows laid out like a tile, is handed over 16 rows at a time.
   static constexpr int kGranuleRows = 16;
-  static constexpr int kGranules = kRowsPerTile / kGranuleRows;
   static constexpr int kQueryBytes = kRowsPerTile * kPanels * 128;
   // Where registers allow it, q is loaded from shared memory once an item, not once a tile.
   // Shared nodes' products are wgmma's where there are instances of its shape.

@@ -69,10 +69,11 @@ bool is_served(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, cons
                double sm_scale) {
   if (!is_half(q) || !has_whole_rows(q) || !is_pool(k_pool, v_pool)) return false;
   const int64_t num_kv_heads = k_pool.size(1), head_dim = k_pool.size(3);
-  return q.scalar_type() == k_pool.scalar_type() && is_on_device_of(q, k_pool) &&
-         q.size(2) == head_dim && serves_head_dim(head_dim) && serves_page_size(k_pool.size(2)) &&
-         num_kv_heads > 0 && q.size(1) > 0 && q.size(1) % num_kv_heads == 0 &&
-         q.size(1) / num_kv_heads <= kMaxGroupSize && sm_scale > 0 &&
+  return k_pool.numel() > 0 && q.scalar_type() == k_pool.scalar_type() &&
+         is_on_device_of(q, k_pool) && q.size(2) == head_dim && serves_head_dim(head_dim) &&
+         serves_page_size(k_pool.size(2)) && num_kv_heads > 0 && q.size(1) > 0 &&
+         q.size(1) % num_kv_heads == 0 && q.size(1) / num_kv_heads <= kMaxGroupSize &&
+         sm_scale > 0 &&
          k_pool.numel() * static_cast<int64_t>(k_pool.element_size()) / kAccessBytes <
              kMaxPoolChunks &&
          are_served(nodes, q);
@@ -117,6 +118,7 @@ Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_
   const int64_t size =
       work_list_size(tree.num_seqs, tree.num_nodes, tree.num_reads, num_states, num_kv_heads);
   Tensor work = torch::stable::new_empty(like, {size}, ScalarType::Int);
+  if (num_q_heads / num_kv_heads > kMaxGroupSize) return work;  // nobody will read it
   const WorkList list = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree);
   const int heads = static_cast<int>(num_kv_heads);
   const int group_size = static_cast<int>(num_q_heads / num_kv_heads);
@@ -149,6 +151,11 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   const Tensor work = given_work ? *given_work
                                  : make_work_list(tree, q, num_q_heads, num_kv_heads, head_dim,
                                                   num_states, &ticket);
+  const int64_t work_size =
+      work_list_size(tree.num_seqs, tree.num_nodes, tree.num_reads, num_states, num_kv_heads);
+  STD_TORCH_CHECK(work.numel() == work_size,
+                  "work must be what work_list makes of these arguments, ", work_size,
+                  " values, got ", work.numel());
   Tensor out = torch::stable::new_empty(q, {num_tokens, num_q_heads, head_dim});
   Tensor lse = torch::stable::new_empty(q, {num_tokens, num_q_heads}, ScalarType::Float);
   if (num_tokens == 0) return {out, lse};
@@ -189,6 +196,13 @@ Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv
                  int64_t page_size, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim) {
   const Nodes nodes{q_indptr,   kv_indptr, kv_indices,     kv_len,
                     first_slot, &leaves,   &reader_indptr, &readers};
+  STD_TORCH_CHECK(are_served(nodes, q_indptr),
+                  "work_list: index arguments must be int32, contiguous, on one GPU and of lengths "
+                  "that fit together");
+  STD_TORCH_CHECK(serves_page_size(page_size) && serves_head_dim(head_dim) && num_kv_heads > 0 &&
+                      num_q_heads > 0 && num_q_heads % num_kv_heads == 0,
+                  "work_list: no kernel has page_size ", page_size, ", head_dim ", head_dim, ", ",
+                  num_q_heads, " query heads over ", num_kv_heads);
   const torch::stable::accelerator::DeviceGuard guard(q_indptr.get_device_index());
   const TreeParams tree = tree_params(nodes, 0);
   const int64_t num_states =

@@ -3,7 +3,7 @@
 // A persistent CTA, one a multiprocessor: 8 consumer warps and a producer (producer.cuh). It takes
 // work items by ticket until none is left; an item is (node, KV split, query tile, kv head), of a
 // leaf (leaf, KV split, some kv heads).
-//   Memory   K and V tiles stream through a ring of stages of 32 KB. A byte of a shared node comes
+//   Memory   K and V tiles stream through a ring of stages. A byte of a shared node comes
 //            from DRAM once and serves up to 128 query rows (a group's heads are rows) a tile.
 //   Compute  Two ways, by the kind of node and never by the batch, which would change bits.
 //            Shared node: a warp owns 16 of the item's 128 rows and sees every token of the tile.
@@ -337,6 +337,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     }
     for (uint64_t& barrier : control.granule_empty) ptx::barrier_init(&barrier, 1);
     for (uint64_t& barrier : control.targets_empty) ptx::barrier_init(&barrier, kConsumerWarps);
+    ptx::fence_async_proxy();  // the copy engine completes phases of these
   }
   __syncthreads();
 

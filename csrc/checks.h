@@ -67,6 +67,7 @@ inline cudaStream_t current_stream(const Tensor& t) {
 }
 
 inline void check_launch(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) cudaGetLastError();  // ours, not to be found by the next check of torch
   STD_TORCH_CHECK(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
@@ -77,8 +78,9 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-// Programmatic dependent launch: our prologue overlaps the end of the kernel before it. Every
-// kernel launched this way waits (ptx::wait_for_previous_kernel) before it touches memory.
+// Programmatic dependent launch, on sm_90: a kernel's prologue overlaps the end of the kernel
+// before it. Every kernel launched this way waits (ptx::wait_for_previous_kernel) before it touches
+// what that one writes. Code for other GPUs has no such wait, so there a launch is an ordinary one.
 template <typename... Params>
 void launch(const char* what, void (*kernel)(Params...), int num_ctas, int num_threads,
             int shared_bytes, cudaStream_t stream, const Params&... params) {
@@ -91,7 +93,7 @@ void launch(const char* what, void (*kernel)(Params...), int num_ctas, int num_t
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = 1;
+  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 ? 1 : 0;
   check_launch(cudaLaunchKernelEx(&config, kernel, params...), what);
 }
 

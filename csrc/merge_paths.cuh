@@ -1,9 +1,8 @@
 // The merge along the paths: each query row's partial states, folded.
 //
 // A warp owns one row (sequence, q head); a lane owns four of its values.
-//   Memory   the row's states, written by the attention kernel moments ago, from L2: kMergeStates
-//   of
-//            them under way at a time, so that a row waits for L2 once or twice.
+//   Memory   the row's states, just written by the attention kernel, from L2, kMergeStates of them
+//            under way at a time: a row waits once or twice.
 //   Compute  states fold in slot order, root to leaf: who wrote first does not show.
 //   Writes   the row of `out` and its lse. Rows that have but one state were written by the
 //            attention kernel itself.

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "attention_state.cuh"
+#include "ptx.cuh"
 
 namespace hf_cascade {
 
@@ -26,6 +27,7 @@ struct MergeParams {
 
 template <typename T>
 __global__ void merge_states_kernel(const MergeParams params) {
+  ptx::wait_for_previous_kernel();
   constexpr int kWidth = 16 / sizeof(T);
   struct alignas(16) Chunk {
     T value[kWidth];

@@ -2,9 +2,7 @@
 //
 // It walks tiles, not items: while the consumers finish one item the next one's pages are on their
 // way, so short suffixes keep as many bytes in flight as long prefixes do.
-//   Owns     the CTA's tickets, the item that tiles are sent of (of leaves one a team of warps),
-//   and
-//            two tables of targets.
+//   Owns     the CTA's tickets, the item being sent (of leaves one a team), two target tables.
 #pragma once
 
 #include "tile_loader.cuh"

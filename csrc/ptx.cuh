@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace hf_cascade::ptx {
 
@@ -151,10 +152,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-
-// Orders this thread's accesses before it and after it for the whole device. Cheaper than
-// __threadfence, which also orders them among all fences and empties L1.
-__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 // Programmatic dependent launch: wait for the kernel before us; let the one after us start.
 __device__ __forceinline__ void wait_for_previous_kernel() {

@@ -8,6 +8,7 @@
 #pragma once
 
 #include "attention_traits.cuh"
+#include "ptx.cuh"
 
 namespace hf_cascade {
 
@@ -63,7 +64,7 @@ class TileLoader {
       ptx::barrier_expect_bytes(full, (2 * boxes * Traits::kPanels * kBoxBytes) << tile.heads_log2);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
-        if (page[box] < 0) break;
+        if (box >= boxes) break;
 #pragma unroll
         for (int panel = 0; panel < Traits::kPanels; ++panel) {
           const int offset = panel * Traits::kKvTile * 128 + (box << tile.heads_log2) * kBoxBytes;
@@ -150,7 +151,7 @@ class TileLoader {
       const int end = min(Traits::kGranuleRows, tile.num_rows - first);
 #pragma unroll 4
       for (int row = lane_row; row < end; row += kRowsAtOnce) {
-        const int t = ((first + row) * group_reciprocal) >> 16;  // exact: both are below 128
+        const int t = ((first + row) * group_reciprocal) >> 16;  // exact: both are 128 at most
         const int head = tile.head * p_.group_size + first + row - t * p_.group_size;
         load_row(first + row, chunk,
                  control_.tokens[t] * p_.q_token_stride + head * p_.q_head_stride + chunk);
@@ -158,6 +159,7 @@ class TileLoader {
     }
   }
 
+  // Lanes beyond these rows (head_dim 80 and 96) copy what others do.
   static constexpr int kRowsAtOnce = 32 / Traits::kRowChunks;
 
   __device__ void claim_granule(int granule) {

@@ -35,8 +35,8 @@ __host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; 
 // (benchmarks/NOTES.md, 8).
 __host__ __device__ constexpr int kv_tile_rows(int head_dim) { return head_dim <= 128 ? 64 : 32; }
 
-// Tokens of one KV split. A function of the node and the head count alone, never of the batch:
-// a row's bits then do not depend on its companions.
+// Tokens of one KV split. A function of the node and the head count alone, never of the batch, so
+// that a row's bits do not depend on its companions; unless the scratch is full and splits double.
 __host__ __device__ inline int split_length(int kv_len, int num_kv_heads, int split_shift,
                                             bool is_leaf) {
   // For a lone sequence 64 items; 128 if they stay long.

@@ -78,9 +78,9 @@ def source_folder() -> Path:
     return next((p for p in (here / "csrc", here.parent / "csrc") if p.is_dir()), here / "csrc")
 
 
-def library_name() -> str:
-    """Name of the library that the sources as they are would give."""
-    digest = hashlib.sha256(repr((FLAGS, HEAD_DIMS)).encode())
+def library_name(targets: Sequence[str] = TARGETS) -> str:
+    """Name of the library that the sources as they are would give for these targets."""
+    digest = hashlib.sha256(repr((FLAGS, HEAD_DIMS, tuple(targets))).encode())
     for source in sorted(source_folder().iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return f"_C_cuda_{digest.hexdigest()[:16]}.so"
@@ -124,8 +124,11 @@ def _load(build_missing: bool) -> Status:
         target = _device_target()
         if not source_folder().is_dir():
             return Status(None, f"the sources are missing from {source_folder()}")
-        name = library_name()
-        places = [Path(__file__).resolve().parent / name, _cache_folder() / name]
+        # Ahead of time for all targets; at first use for this device's alone.
+        places = [
+            Path(__file__).resolve().parent / library_name(),
+            _cache_folder() / library_name((target,)),
+        ]
         library = next((place for place in places if place.is_file()), None)
         if library is None:
             if not build_missing:
@@ -245,7 +248,7 @@ def _main() -> None:
     parser.add_argument("--targets", nargs="+", default=list(TARGETS))
     parser.add_argument("--jobs", type=int)
     arguments = parser.parse_args()
-    library = Path(__file__).resolve().parent / library_name()
+    library = Path(__file__).resolve().parent / library_name(arguments.targets)
     build(library, targets=arguments.targets, jobs=arguments.jobs)
     print(library)
 

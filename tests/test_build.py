@@ -41,6 +41,7 @@ def test_the_key_follows_the_sources(tmp_path, monkeypatch):
     assert kernels.library_name() == name
     (copy / "merge_states.cu").write_text("// another state of the sources\n")
     assert kernels.library_name() != name
+    assert kernels.library_name(("90a",)) != kernels.library_name(("80",))
 
 
 @pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")

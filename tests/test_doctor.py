@@ -56,7 +56,7 @@ def gpu(monkeypatch, fresh_kernels, tmp_path):
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda: (properties.major, properties.minor)
     )
-    monkeypatch.setattr(kernels, "library_name", lambda: "_C_cuda_test.so")
+    monkeypatch.setattr(kernels, "library_name", lambda targets=(): "_C_cuda_test.so")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     tools = {"nvcc", "ninja", "g++"}
     monkeypatch.setattr(shutil, "which", lambda name: f"/bin/{name}" if name in tools else None)

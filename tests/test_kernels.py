@@ -139,13 +139,38 @@ def test_large_and_small_scores(factor):
     torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
 
 
-def test_rows_without_owner_are_empty():
-    paged = build(SMALL, torch.bfloat16)
-    args = on_gpu(paged, ops.suffix_attention)
+@pytest.mark.parametrize("op", [ops.prefix_attention, ops.suffix_attention])
+def test_rows_without_owner_are_empty(op):
+    args = on_gpu(build(SMALL, torch.bfloat16), op)
+    expected = op(**args)
     args["q"] = torch.cat([args["q"], args["q"]])
-    out, lse = ops.suffix_attention(**args)
+    out, lse = op(**args)
+    assert torch.equal(out[:3], expected[0])
+    assert torch.equal(lse[:3], expected[1])
     assert (out[3:] == 0).all()
     assert lse[3:].isneginf().all()
+
+
+def test_states_merge_as_soon_as_they_are_made():
+    # The merge is the kernel after the one that writes what it reads: it has to wait for it.
+    args = on_gpu(decode(256, prefix=700, suffix=600, num_kv_heads=8), ops.cascade_attention)
+    expected = ops.cascade_attention(**args)
+    names = ("q", "k_pool", "v_pool", "q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot")
+    shared = {name: args[name] for name in names} | {"sm_scale": args["sm_scale"]}
+    for _ in range(20):
+        prefix = ops.prefix_attention(
+            **shared, reader_indptr=args["reader_indptr"], readers=args["readers"]
+        )
+        suffix = ops.suffix_attention(**shared, leaves=args["leaves"])
+        out, lse = ops.merge_state(*prefix, *suffix)
+        torch.testing.assert_close(out, expected[0], atol=2e-2, rtol=2e-2)
+        torch.testing.assert_close(lse, expected[1], atol=1e-3, rtol=1e-3)
+
+
+def test_a_foreign_work_list_is_refused():
+    args = on_gpu(decode(5), ops.cascade_attention)
+    with pytest.raises(RuntimeError, match="work must be what work_list makes"):
+        ops.cascade_attention(**args, work=work_of(args)[:-1].clone())
 
 
 # ------------------------------------------------------------------ what kernels do not fit
