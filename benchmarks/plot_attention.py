@@ -41,7 +41,8 @@ def main() -> None:
             axis.set_xticks(BATCHES, [str(b) for b in BATCHES])
             axis.legend(fontsize=8)
             if peer == "vllm_v2":
-                axis.set_yscale("log")
+                axis.set_yscale("log", base=2)
+                axis.yaxis.set_major_formatter("{x:g}")
     for axis in axes[1]:
         axis.set_xlabel("sequences (128 unique tokens each)")
     figure.suptitle(
