@@ -174,7 +174,7 @@ class CascadeCache(Cache):
         if self.is_compileable:
             self._begin_in_place(leaves, room)
         else:
-            self.begin([_last_token(leaf) for leaf in leaves])
+            self.begin([Query.last_of(leaf) for leaf in leaves])
         self.decode_steps += 1
         self._grown = len(live)
         self.row_steps += self._grown
@@ -351,7 +351,3 @@ class _Pages:
 def _packed(states: Tensor) -> Tensor:
     """[batch, heads, q_len, head_dim] to [batch * q_len, heads, head_dim]."""
     return states.transpose(1, 2).flatten(0, 1)
-
-
-def _last_token(leaf: Node | None) -> Query | None:
-    return None if leaf is None else Query(leaf, leaf.kv_len - 1, leaf.kv_len)

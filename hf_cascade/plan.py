@@ -24,6 +24,11 @@ class Query:
     start: int
     stop: int
 
+    @classmethod
+    def last_of(cls, leaf: Node | None) -> Query | None:
+        """What decoding asks; None for a row that is over."""
+        return None if leaf is None else cls(leaf, leaf.kv_len - 1, leaf.kv_len)
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -166,7 +171,7 @@ def to_device(values: list[int], device: torch.device) -> Tensor:
     # On pinned memory a copy is no sync; torch keeps the memory until the copy is done.
     is_cuda = device.type == "cuda"
     with torch.inference_mode(False):  # inference tensors could not be updated in place
-        host = torch.tensor(values, dtype=torch.int32, pin_memory=is_cuda)
+        host = torch.tensor(values, dtype=torch.int32, device="cpu", pin_memory=is_cuda)
         return host.to(device, non_blocking=True)
 
 

@@ -167,16 +167,17 @@ def _sources(
         for node in cache.tree.path(end):
             first_index.setdefault(node, index)
             index += node.kv_len
-    runs = [
-        torch.arange(first_index[query.node] + query.start, first_index[query.node] + query.stop)
-        for query in queries
-    ]
+    runs = [_range(first_index[query.node], query) for query in queries]
     return torch.cat(runs).to(prompts.inputs.device)
 
 
 def _positions(cache: CascadeCache, query: Query) -> Tensor:
-    depth = sum(node.kv_len for node in cache.tree.path(query.node)[:-1])
-    return torch.arange(depth + query.start, depth + query.stop)
+    return _range(sum(node.kv_len for node in cache.tree.path(query.node)[:-1]), query)
+
+
+def _range(first: int, query: Query) -> Tensor:
+    # On the CPU, whatever default device torch was given.
+    return torch.arange(first + query.start, first + query.stop, device="cpu")
 
 
 def _embedding_ids(inputs_embeds: Tensor) -> np.ndarray:

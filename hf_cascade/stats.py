@@ -19,7 +19,8 @@ class GenerateStats:
         decode_steps: forward passes after prefill.
         kv_bytes: most bytes of pages in use at once, K and V, all layers; 0 on the stock path.
         kv_bytes_unshared: bytes that the same tokens hold when no row shares any; 0 on the stock
-            path.
+            path. On a GPU it is known two steps late that a row is over; this and kv_bytes count
+            those steps.
         backend: what computed attention and where: "kernels/cuda" is the CUDA kernels of csrc/,
             "torch/cpu" torch operators on the CPU; "stock" on the stock path.
         fused_layers: layers whose attention the compiler made one call of in the decode steps; 0

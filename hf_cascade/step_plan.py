@@ -42,7 +42,7 @@ class StepPlan:
             leaves: one per row; None is a row that is over.
             room: tokens that a leaf may grow by after this step; never more than the first time.
         """
-        layout = build_layout(self._tree, [_last_token(leaf) for leaf in leaves], room)
+        layout = build_layout(self._tree, [Query.last_of(leaf) for leaf in leaves], room)
         self._first_page = [layout.kv_indptr[node] for node in layout.leaves]
         if self._shapes is None:
             self._shapes = _largest_shapes(layout)
@@ -87,10 +87,6 @@ class StepPlan:
             listed = plan.kv_indptr[leaves] + (at >> (page_size.bit_length() - 1))
             slots = plan.kv_indices[listed.clamp(min=0)] * page_size + (at & (page_size - 1))
             plan.slots.copy_(torch.where(growth > 0, slots, DROPPED_SLOT))
-
-
-def _last_token(leaf: Node | None) -> Query | None:
-    return None if leaf is None else Query(leaf, leaf.kv_len - 1, leaf.kv_len)
 
 
 def _largest_shapes(layout: Layout) -> tuple[int, int, int]:

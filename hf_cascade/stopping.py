@@ -23,7 +23,9 @@ class HostCopy:
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._arrived = tensor.detach(), None
         if tensor.device.type == "cuda":
-            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
             self._host.copy_(tensor, non_blocking=True)
             self._arrived = torch.cuda.Event(blocking=True)
             self._arrived.record(torch.cuda.current_stream(tensor.device))

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import (
     DOCUMENT,
+    PAD,
     PROMPT,
     RAGGED,
     ROWS,
@@ -295,6 +296,13 @@ def test_adapters_that_are_switched_or_merged_give_fresh_results():
 
 
 # Stats are a value
+
+
+def test_torch_s_default_device_does_not_matter():
+    model, stock = patched(), run(new_model(), **RAGGED, do_sample=False)
+    with torch.device("meta"):  # the caller's, and not the model's
+        out = model.generate(**RAGGED, max_new_tokens=8, pad_token_id=PAD, do_sample=False)
+    assert torch.equal(out, stock.sequences)
 
 
 def test_stats_are_frozen_and_describe_the_last_call_only():
