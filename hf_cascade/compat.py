@@ -160,7 +160,8 @@ class CascadeGenerate:
             self, compile_config, must_compile=self.cascade.options.compile is True
         )
         captures = self.device.type == "cuda" and not _has_hooks(self) and not _is_distributed()
-        return DecodeStep(forward, call.cache, captures=captures)
+        call.step = DecodeStep(forward, call.cache, captures=captures)
+        return call.step
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]

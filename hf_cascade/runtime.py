@@ -23,7 +23,7 @@ from .fuse import FusePass
 from .ops import kernels
 from .pages import PageAllocator, PagePool
 from .stats import GenerateStats
-from .step import StepCompiler
+from .step import DecodeStep, StepCompiler
 from .tree import KVTree
 
 logger = logging.getLogger("hf_cascade")
@@ -172,7 +172,7 @@ class Cascade:
         if call.cache is not None:
             call.cache.end()
             self._description = call.cache.tree.describe()
-        self._stats = call.stats(self.pool.page_bytes(), self.allocator, self.compiler)
+        self._stats = call.stats(self.pool.page_bytes(), self.allocator)
         logger.debug("generate: %s", self._stats)
 
     def _drain(self) -> None:
@@ -191,6 +191,7 @@ class Call:
         self.thread = threading.get_ident()
         self.cleanup = ExitStack()  # undone when generate ends, however it ends
         self.cache: CascadeCache | None = None
+        self.step: DecodeStep | None = None  # where decode steps are compiled
         self.is_plain = True  # nothing of the user's watches the steps
         self.is_prefilled = False
         self.is_handed_over = False  # the cache outlives the call
@@ -209,9 +210,7 @@ class Call:
             self.prompt_tokens = rows.shape[0] * rows.shape[1]
         self.device = rows.device
 
-    def stats(
-        self, page_bytes: int, allocator: PageAllocator, compiler: StepCompiler
-    ) -> GenerateStats:
+    def stats(self, page_bytes: int, allocator: PageAllocator) -> GenerateStats:
         cache = self.cache
         stored_tokens = 0 if cache is None else sum(cache.prompt_length) + cache.row_steps
         return GenerateStats(
@@ -224,11 +223,8 @@ class Call:
             kv_bytes=0 if cache is None else allocator.peak_pages_in_use * page_bytes,
             kv_bytes_unshared=stored_tokens * page_bytes // allocator.page_size,
             backend="stock" if cache is None else self._backend(cache),
-            fused_layers=compiler.fused_layers if self._is_compiled(compiler) else 0,
+            fused_layers=0 if self.step is None else self.step.fused_layers,
         )
-
-    def _is_compiled(self, compiler: StepCompiler) -> bool:
-        return self.cache is not None and self.cache.is_compileable and compiler.failure is None
 
     def _backend(self, cache: CascadeCache) -> str:
         k_pools = [k_pool for k_pool, _ in cache.pool.layers()]

@@ -9,10 +9,12 @@ Capturing is host work, and the GPU is busy with the prompt meanwhile.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -25,17 +27,17 @@ from .ops import kernels
 
 logger = logging.getLogger("hf_cascade")
 
+_numbers = itertools.count()
+
 
 class StepCompiler:
     """What the decode steps of a model's calls have in common.
 
     Attributes:
-        fused_layers: cascades that the compiler fused in one step; 0 before the first.
         failure: why steps can't be compiled here; None as long as they can.
     """
 
     def __init__(self) -> None:
-        self.fused_layers = 0
         self.failure: str | None = None
         self.capturer = Capturer()
         self._forwards: list[tuple[Any, CompiledForward]] = []
@@ -45,9 +47,24 @@ class StepCompiler:
         for known, forward in self._forwards:
             if known == config:
                 return forward
-        compiled = torch.compile(model.__call__, **config.to_dict())
+        compiled = torch.compile(_call_of(model), **config.to_dict())
         self._forwards.append((config, CompiledForward(self, model, compiled, must_compile)))
         return self._forwards[-1][1]
+
+
+def _call_of(model: Any) -> Callable[..., Any]:
+    """A function that calls the model and shares no code object with any other.
+
+    The compiler's limit of recompilations is one of a code object. `model.__call__` leads to
+    one that all models have in common, and they would use it up together.
+    """
+
+    def call(**inputs: Any) -> Any:
+        return model(**inputs)
+
+    # By file, line and name the compiler also recalls which sizes of a function have varied.
+    code = call.__code__.replace(co_name=f"decode_step_{next(_numbers)}")
+    return FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
 
 
 class CompiledForward:
@@ -67,10 +84,29 @@ class CompiledForward:
         self._must_compile = must_compile
         self._known: set[tuple] = set()  # shapes that it has run with
         self._cannot_capture = False
+        self._fused_layers = 0
+
+    @property
+    def fused_layers(self) -> int:
+        """Cascades that the compiler fused in it; 0 before its first run."""
+        return self._fused_layers if self._compiler.failure is None else 0
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Run with inputs of any shapes, compiling what is not yet compiled."""
-        outputs = self._first_run(inputs) if not self.is_ready(inputs) else self._run(inputs)
+        if not self._known:
+            _announce(f"compiling the decode step of {type(self._model).__name__}")
+        fused_before, started = num_fused(), time.perf_counter()
+        try:
+            # Known shapes may compile too: dtypes, modes, adapters and hooks can have changed.
+            outputs = self._run(inputs)
+        except Exception as error:
+            if self._compiler.failure is not None or not _is_of_compiler(error):
+                raise
+            self._fail(error)
+            outputs = self._run(inputs)
+        if num_fused() > fused_before:
+            self._fused_layers = num_fused() - fused_before
+            _announce(f"compiled in {time.perf_counter() - started:.0f} s")
         self._known.add(shapes(inputs))
         return outputs
 
@@ -110,22 +146,20 @@ class CompiledForward:
                 torch._dynamo.maybe_mark_dynamic(value, 0)
         return self._compiled(**inputs)
 
-    def _first_run(self, inputs: dict[str, Any]) -> Any:
-        if not self._known:
-            _announce(f"compiling the decode step of {type(self._model).__name__}")
-        fused_before, started = num_fused(), time.perf_counter()
-        try:
-            outputs = self._run(inputs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            if self._must_compile:
-                raise
-            self._compiler.failure = " ".join(f"{type(error).__name__}: {error}".split())[:500]
-            logger.warning("decode steps are not compiled: %s", self._compiler.failure)
-            return self._run(inputs)
-        if num_fused() > fused_before:
-            self._compiler.fused_layers = num_fused() - fused_before
-            _announce(f"compiled in {time.perf_counter() - started:.0f} s")
-        return outputs
+    def _fail(self, error: Exception) -> None:
+        """Go on without a compiler, or raise what says why there is none."""
+        cause = "" if error.__cause__ is None else f": {error.__cause__}"
+        failure = " ".join(f"{type(error).__name__}: {error}{cause}".split())[:500]
+        if not self._must_compile:
+            self._compiler.failure = failure
+            logger.warning("decode steps are not compiled: %s", failure)
+        elif isinstance(error, torch._dynamo.exc.TorchDynamoException):
+            raise error
+        else:  # its own words name neither what was compiled nor what to do
+            raise type(error)(
+                f"the decode step of {type(self._model).__name__} could not be compiled; "
+                f'with compile="auto" in hf_cascade.patch it would run as it is. {failure}'
+            ) from error
 
 
 class DecodeStep:
@@ -142,6 +176,12 @@ class DecodeStep:
         self._captures = captures
         self._graph: Graph | None = None
         self._graph_of: tuple | None = None
+        self._has_run = False
+
+    @property
+    def fused_layers(self) -> int:
+        """Layers whose attention was one call in the steps that have run; 0 before the first."""
+        return self._forward.fused_layers if self._has_run else 0
 
     def __call__(self, **inputs: Any) -> Any:
         """One step of inputs as `prepare_inputs_for_generation` makes them.
@@ -149,6 +189,7 @@ class DecodeStep:
         Returns:
             The model's output; the next step may overwrite its tensors.
         """
+        self._has_run = True
         of = (shapes(inputs), self._cache.pool.version)
         if self._graph is None or self._graph_of != of:
             self._graph, self._graph_of = None, of
@@ -174,6 +215,13 @@ def shapes(inputs: dict[str, Any]) -> tuple:
         for name, value in inputs.items()
         if not isinstance(value, CascadeCache)
     )
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    """Whether it tells of compiling, rather than of running what was compiled."""
+    known = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+    # Raised as a bare RuntimeError where the compiler passes over the whole function.
+    return isinstance(error, known) or "found no compiled frames" in str(error)
 
 
 def _announce(message: str) -> None:

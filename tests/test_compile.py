@@ -6,11 +6,13 @@ import copy
 import logging
 import pickle
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CompileConfig,
     LlamaConfig,
@@ -74,8 +76,16 @@ def test_one_graph_serves_all_lengths(stock: PreTrainedModel, patched: PreTraine
 def test_every_layer_is_fused(patched: PreTrainedModel) -> None:
     generate(patched, 9)
     assert patched.cascade.stats.fused_layers == NUM_LAYERS
-    generate(patched, 9, disable_compile=True)
-    assert patched.cascade.stats.fused_layers == 0
+    unfused = (
+        {"disable_compile": True},
+        {"max_new_tokens": 1},  # of prefill: no step runs
+        {"compile_config": CompileConfig(backend="eager", mode=None)},
+    )
+    for options in unfused:
+        generate(patched, 9, **options)
+        assert patched.cascade.stats.fused_layers == 0
+        generate(patched, 9)
+        assert patched.cascade.stats.fused_layers == NUM_LAYERS
 
 
 @pytest.mark.parametrize(
@@ -272,6 +282,77 @@ def test_asked_for_it_is_an_error(stock: PreTrainedModel) -> None:
     model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no compiler"):
         generate(model, 9, compile_config=CompileConfig(backend=broken_compiler))
+
+
+# Traced and not generated code for: what Dynamo decides, in little time.
+TRACED = {"compile_config": CompileConfig(backend="eager", fullgraph=True, mode=None)}
+
+
+@pytest.fixture
+def two_recompilations(nothing_compiled: None) -> Iterator[None]:
+    """Dynamo's limit for a function, 8 as a rule."""
+    with torch._dynamo.config.patch(recompile_limit=2):
+        yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.usefixtures("two_recompilations")
+def test_any_number_of_models_compile_in_a_process(stock: PreTrainedModel) -> None:
+    expected = generate(stock, 9, max_new_tokens=4)
+    model = copy.deepcopy(stock)
+    for _ in range(3):  # each time it is patched it is compiled anew
+        hf_cascade.patch(model, strict=True, compile=True)
+        assert torch.equal(generate(model, 9, max_new_tokens=4, **TRACED), expected)
+        hf_cascade.unpatch(model)
+
+
+def change_of_dtype(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    for dtype in (torch.float64, torch.float32, torch.float64, torch.bfloat16, torch.float32):
+        yield model.to(dtype)
+
+
+@pytest.mark.usefixtures("two_recompilations")
+def test_auto_goes_on_where_known_shapes_need_one_compilation_too_many(
+    stock: PreTrainedModel, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(Cascade, "compiles_on", lambda self, device: True)
+    stock, model = (copy.deepcopy(stock) for _ in range(2))
+    hf_cascade.patch(model, strict=True)
+    for expected, found in zip(change_of_dtype(stock), change_of_dtype(model), strict=True):
+        tokens = generate(found, 9, max_new_tokens=4, **TRACED)
+        if expected.dtype != torch.bfloat16:  # which has ties
+            assert torch.equal(tokens, generate(expected, 9, max_new_tokens=4))
+    warnings = [r.getMessage() for r in caplog.records if r.name == "hf_cascade"]
+    assert ["recompile limit exceeded" in message for message in warnings] == [True]
+
+
+@pytest.mark.usefixtures("two_recompilations")
+def test_one_compilation_too_many_says_what_it_was(stock: PreTrainedModel) -> None:
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+    for dtype in (torch.float32, torch.float64):
+        generate(model.to(dtype), 9, max_new_tokens=4, **TRACED)
+    model.to(torch.bfloat16)
+    with pytest.raises(Exception, match=r"step of .*Llama.* could not .*recompile limit exceeded"):
+        generate(model, 9, max_new_tokens=4, **TRACED)
+
+
+class Watching(TorchDispatchMode):
+    """Dynamo compiles nothing under a mode of the user's."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("nothing_compiled")
+def test_auto_goes_on_where_the_compiler_passes_over_the_step(
+    stock: PreTrainedModel, monkeypatch
+) -> None:
+    monkeypatch.setattr(Cascade, "compiles_on", lambda self, device: True)
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True)
+    with Watching():
+        tokens = generate(model, 9, max_new_tokens=4)
+    assert torch.equal(tokens, generate(stock, 9, max_new_tokens=4))
+    assert model.cascade.stats.fused_layers == 0
 
 
 # The late stop check, which is a GPU's
