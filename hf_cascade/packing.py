@@ -1,8 +1,9 @@
 """Linear layers that read the same input become one product in compiled steps.
 
 Their weights move into one matrix, of which each layer's own weight is a view: state dicts, PEFT
-and everything that runs eagerly see the layers they knew. Compiled, each layer asks for the whole
-product and takes its columns; `fuse.FusePass` keeps one of the equal products.
+and everything that runs eagerly see the layers they knew; only `torch.save` of a weight writes
+the whole matrix, as of any view. Compiled, each layer asks for the whole product and takes its
+columns; `fuse.FusePass` keeps one of the equal products.
 """
 
 from __future__ import annotations
@@ -25,11 +26,17 @@ class PackedLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         pack = vars(self).get(_PACK)
-        if pack is None or not torch.compiler.is_compiling():
+        if pack is None or not _owns_weight(self) or not torch.compiler.is_compiling():
             return Linear.forward(self, x)  # of either class: hooks may keep this method bound
         matrix, start = pack
         out = linear(x, matrix)[..., start : start + self.out_features]
         return out if self.bias is None else out + self.bias
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        if not _is_in_place(self):  # moved: nothing may keep the old matrix
+            vars(self).pop(_PACK, None)
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in vars(self).items() if name != _PACK}
@@ -38,8 +45,8 @@ class PackedLinear(Linear):
 def pack_linears(model: Any) -> None:
     """Pack what can be packed, and anew what no longer is (weights that were moved or replaced)."""
     for module in model.modules():
-        # Also those whose siblings something else has wrapped since.
-        if type(module) is PackedLinear and not _is_in_place(module):
+        # Also those that, or whose siblings, something else has wrapped since.
+        if _PACK in vars(module) and not _is_in_place(module):
             vars(module).pop(_PACK, None)
     for layers in _groups(model):
         packs = [vars(layer).get(_PACK) for layer in layers]
@@ -48,7 +55,7 @@ def pack_linears(model: Any) -> None:
 
 
 def _pack(layers: Sequence[Linear]) -> None:
-    with torch.no_grad(), torch.inference_mode(False):
+    with torch.inference_mode(False), torch.no_grad():  # the former alone enables gradients
         matrix = torch.cat([layer.weight for layer in layers])
         start = 0
         for layer in layers:
@@ -58,10 +65,10 @@ def _pack(layers: Sequence[Linear]) -> None:
             start += layer.out_features
 
 
-def _is_in_place(layer: Linear) -> bool:
+def _is_in_place(layer: Any) -> bool:
     """Whether the layer's weight is where its pack says."""
     pack = vars(layer).get(_PACK)
-    if pack is None:
+    if pack is None or not isinstance(layer, PackedLinear) or not _owns_weight(layer):
         return False
     matrix, start = pack
     weight = layer.weight
@@ -72,6 +79,11 @@ def _is_in_place(layer: Linear) -> bool:
     )
 
 
+def _owns_weight(layer: Linear) -> bool:
+    """Whether its weight is a parameter, not computed from others: parametrized, pruned."""
+    return "weight" in layer._parameters
+
+
 def _is_ordinary(weight: Tensor) -> bool:
     """Whether it can lie in a matrix: not quantized, not sharded, not offloaded."""
     return type(weight.data) is Tensor and not weight.is_meta
@@ -80,9 +92,23 @@ def _is_ordinary(weight: Tensor) -> bool:
 def unpack_linears(model: Any) -> None:
     """Make them plain linear layers again; their weights stay where they are."""
     for module in model.modules():
+        vars(module).pop(_PACK, None)
         if type(module) is PackedLinear:
-            vars(module).pop(_PACK, None)
             module.__class__ = Linear  # type: ignore[assignment]
+        elif isinstance(module, PackedLinear):
+            _unpack_class(type(module))
+
+
+def _unpack_class(cls: type) -> None:
+    """Let a class that something else derived, as parametrizations do, derive from Linear.
+
+    The class itself stays, for whoever made it looks at its bases to undo it.
+    """
+    for base in cls.__bases__:
+        if base is not PackedLinear and issubclass(base, PackedLinear):
+            _unpack_class(base)
+    if PackedLinear in cls.__bases__:
+        cls.__bases__ = tuple(Linear if base is PackedLinear else base for base in cls.__bases__)
 
 
 def _groups(model: Any) -> Iterator[list[Linear]]:
@@ -92,7 +118,7 @@ def _groups(model: Any) -> Iterator[list[Linear]]:
             plain = [layer for layer in layers if type(layer) in (Linear, PackedLinear)]
             if len(plain) < len(names) or len({_kind(layer) for layer in plain}) > 1:
                 continue
-            if all(_is_ordinary(layer.weight) for layer in plain):
+            if all(_owns_weight(layer) and _is_ordinary(layer.weight) for layer in plain):
                 yield plain
 
 

@@ -51,7 +51,8 @@ def patch(
             a GPU, and where compiling fails it runs the steps as they are.
         pack_linears: lay the weights of layers that read the same input (q, k and v; gate and up)
             side by side, so that a compiled step multiplies by them at once. They stay the
-            parameters they are; `unpatch` leaves them where they lie.
+            parameters they are, but `torch.save(layer.weight)` writes all that lie with it, also
+            after `unpatch`, which leaves them there: save a clone.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import weakref
 
 import accelerate
 import pytest
@@ -11,12 +12,20 @@ import torch
 from models import PROMPT, RAGGED, assert_same, new_model, run
 from peft import LoraConfig, get_peft_model
 from torch.fx import Graph
+from torch.nn import Linear, Module
+from torch.nn.utils import parametrize, prune
 from transformers import AutoModelForCausalLM, CompileConfig
 
 import hf_cascade
-from hf_cascade.packing import PackedLinear
+from hf_cascade.packing import _PACK, PackedLinear
 
 SAMPLED = {"do_sample": True, "num_return_sequences": 3}
+
+
+@pytest.fixture(autouse=True)
+def few_recompilations():
+    """Every test compiles anew, and torch counts them together against its limit."""
+    torch._dynamo.reset()
 
 
 def packed(name: str = "llama"):
@@ -102,6 +111,58 @@ def test_layers_that_can_t_be_packed_any_more_are_plain_again(change) -> None:
         change(each)
     torch._dynamo.reset()
     assert_same(run(stock, **RAGGED, **SAMPLED), run(model, **RAGGED, **SAMPLED))
+
+
+class Triple(Module):
+    def forward(self, weight):
+        return weight * 3.0
+
+
+def parametrize_weight(layer: Linear) -> None:
+    parametrize.register_parametrization(layer, "weight", Triple())
+
+
+def test_a_parametrized_layer_computes_its_own_weight() -> None:
+    stock, model = new_model(), packed()
+    for each in (stock, model):
+        parametrize_weight(each.model.layers[0].self_attn.q_proj)
+    assert_same(run(stock, **RAGGED), run(model, **RAGGED))
+
+    layer = hf_cascade.unpatch(model).model.layers[0].self_attn.q_proj
+    assert not isinstance(layer, PackedLinear)
+    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+    assert type(layer) is Linear
+
+
+def test_a_parametrized_layer_is_right_in_other_compiled_code_too() -> None:
+    """Nothing asks `pack_linears` first there."""
+    layer = packed().model.layers[0].self_attn.q_proj
+    parametrize_weight(layer)
+    x = torch.ones(1, layer.in_features)
+    with torch.no_grad():
+        assert torch.equal(torch.compile(layer, backend="eager")(x), layer(x))
+
+
+def test_pruned_layers_follow_the_weight_they_prune() -> None:
+    stock, model = new_model(), packed()
+    for each in (stock, model):
+        attention = each.model.layers[0].self_attn
+        for layer in (attention.q_proj, attention.k_proj, attention.v_proj):
+            prune.l1_unstructured(layer, "weight", amount=0.5)
+            with torch.no_grad():
+                layer.weight_orig.mul_(-2.0)
+    assert_same(run(stock, **RAGGED), run(model, **RAGGED))
+
+
+def test_weights_that_move_take_no_memory_where_they_were() -> None:
+    model = packed()
+    pack = vars(model.model.layers[0].self_attn.q_proj)[_PACK]
+    matrix = weakref.ref(pack[0])
+    del pack
+    model.to("cpu")  # where they are
+    assert matrix() is not None
+    model.double()
+    assert matrix() is None
 
 
 def test_copies_go_their_own_way() -> None:
