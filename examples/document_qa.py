@@ -1,17 +1,20 @@
 """Questions about one document: the rows of a batch, and the samples of a question, share it.
 
 The document is this project's own docs/how_it_works.md, about 1,100 tokens; the model is
-SmolLM2-135M-Instruct on the CPU in float32.
+SmolLM2-135M-Instruct on the CPU in float32: `python -m examples.document_qa`.
 """
 
+import sys
 from pathlib import Path
 
 import torch
+import transformers
 from rich.console import Console
 from rich.table import Table
 from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.measure import compare
+from examples.smollm2 import ModelUnavailableError, load_smollm2
 from examples.terminal import comparison_table, progress_bar
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "how_it_works.md"
@@ -98,3 +101,18 @@ def answer_table(title: str, rows) -> Table:
     for question, answer in rows:
         table.add_row(question, answer)
     return table
+
+
+def main() -> None:
+    """Run the example by itself."""
+    console = Console()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        model, tokenizer = load_smollm2(console)
+    except ModelUnavailableError as error:
+        sys.exit(f"error: {error}")
+    show_document_qa(console, model, tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -20,6 +20,7 @@ from examples.terminal import comparison_table
 from hf_cascade import Consensus, Sample
 
 README = Path(__file__).parents[1] / "README.md"
+HELPERS = {"__init__", "measure", "smollm2", "terminal"}  # what the examples are made with
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +240,28 @@ def test_answers_are_the_new_tokens_only(loaded_tokenizer):
     assert document_qa.decode_answers(loaded_tokenizer, sequences, inputs) == ["def"]
 
 
+def test_document_qa_runs_by_itself(loaded_tokenizer, tiny_llama, monkeypatch, tmp_path, capsys):
+    document = tmp_path / "document.md"
+    document.write_text("The sky is blue. " * 5)
+    tokenizer = smollm2.mend_gguf_tokenizer(loaded_tokenizer)
+    tokenizer.padding_side = "left"
+    monkeypatch.setattr(document_qa, "DOCUMENT", document)
+    monkeypatch.setattr(document_qa, "load_smollm2", lambda console: (tiny_llama, tokenizer))
+    document_qa.main()
+    text = capsys.readouterr().out
+    for title in ("3 questions about one document, greedy", "1 question x 12 samples"):
+        assert re.search(rf"{title} *\n(.*\n)*?.*identical tokens\W+yes", text)
+
+
+def test_document_qa_without_its_model_is_one_line(monkeypatch):
+    def fail(console):
+        raise smollm2.ModelUnavailableError("no index")
+
+    monkeypatch.setattr(document_qa, "load_smollm2", fail)
+    with pytest.raises(SystemExit, match="^error: no index$"):
+        document_qa.main()
+
+
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [
@@ -310,8 +333,15 @@ def test_the_readme_lists_what_can_be_run():
     assert modules
     assert all(callable(module.main) for module in modules)
     folder = Path(self_consistency.__file__).parent
-    runnable = [path.stem for path in folder.glob("*.py") if "__main__" in path.read_text()]
-    assert set(listed) == {f"examples.{name}" for name in runnable}
+    names = {path.stem for path in folder.glob("*.py")} - HELPERS
+    assert set(listed) == {f"examples.{name}" for name in names}
+
+
+def test_every_example_runs_when_it_is_the_program():
+    folder = Path(self_consistency.__file__).parent
+    ending = '\n\nif __name__ == "__main__":\n    main()\n'
+    runnable = {path.stem for path in folder.glob("*.py") if path.read_text().endswith(ending)}
+    assert runnable == {path.stem for path in folder.glob("*.py")} - HELPERS
 
 
 # Skeleton of thought
