@@ -107,7 +107,7 @@ def test_the_peak_remembers_until_it_is_reset():
     max_pages=st.sampled_from([None, 0, 1, 9]),
 )
 def test_used_and_free_are_all_pages_after_every_call(calls, max_pages):
-    """Case 18, against a plain counter of owners."""
+    """The reference is a plain counter of owners."""
     allocator, owners = PageAllocator(PAGE_SIZE, max_pages), Counter()
     total = peak = 0
     for call, number in calls:

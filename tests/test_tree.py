@@ -294,7 +294,7 @@ class TreeAgainstLists(RuleBasedStateMachine):
 
 
 def test_any_history_reads_back_as_plain_lists_of_tokens():
-    """Cases 15 and 18."""
+    """No token is lost, no slot is shared by two tokens, no page is left over."""
     run_state_machine_as_test(TreeAgainstLists, settings=deterministic(200, stateful_step_count=25))
 
 
@@ -413,7 +413,7 @@ def test_match_goes_on_below_an_empty_node():
 
 @pytest.mark.parametrize("copies", [1, 2, 64])
 def test_identical_rows_are_one_node(copies):
-    """Case 28."""
+    """Copies of a row store it once; each has a leaf of its own to grow."""
     tree, allocator = new_tree(16)
     ends = insert(tree, *[[1, 2, 3]] * copies)
     assert set(ends) == set(tree.roots)
@@ -426,7 +426,7 @@ def test_identical_rows_are_one_node(copies):
 
 
 def test_two_groups_and_a_loner_share_within_the_groups():
-    """Case 14."""
+    """Each group stores its prefix once, and the loner shares with nobody."""
     tree, allocator = new_tree(4)
     a, b = list(range(10, 20)), list(range(30, 43))
     rows = [[*a, 1], [*b, 1], [5, 5, 5], [*a, 2], [*b, 2], [*a, 3]]
@@ -445,7 +445,7 @@ def test_two_groups_and_a_loner_share_within_the_groups():
 @pytest.mark.parametrize("survivor", [0, 1])
 @pytest.mark.parametrize("is_one_batch", [True, False])
 def test_the_same_row_twice_outlives_either_of_its_sequences(page_size, survivor, is_one_batch):
-    """Case 17."""
+    """Pruning one sequence leaves the other its KV in the same slots."""
     tree, allocator = new_tree(page_size)
     row = list(range(7))
     leaves = grow(tree, row, row) if is_one_batch else grow(tree, row) + grow(tree, row)
@@ -461,7 +461,7 @@ def test_the_same_row_twice_outlives_either_of_its_sequences(page_size, survivor
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_prefix_lengths_of_every_residue_lose_no_page(page_size):
-    """Case 18."""
+    """Wherever the last shared page ends, pages in use are those counted by hand, then none."""
     for length in range(1, 3 * page_size + 2):
         tree, allocator = new_tree(page_size)
         leaves = grow(tree, *[list(range(length))] * 3, [*range(length), 7, 8])
@@ -481,7 +481,7 @@ def test_prefix_lengths_of_every_residue_lose_no_page(page_size):
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("is_leaf", [True, False])
 def test_fork_and_cut_at_every_position_change_no_content(page_size, is_leaf):
-    """Case 19."""
+    """Every row reads back as it was, from the slots it had."""
     row = list(range(2 * page_size + 3))
     for at in range(1, len(row)):
         tree, allocator = new_tree(page_size)
