@@ -17,8 +17,10 @@ class GenerateStats:
         prefill_tokens: tokens really forwarded in prefill (on the stock path: prompt_tokens).
         reused_tokens: prompt tokens whose KV an earlier call had left behind.
         decode_steps: forward passes after prefill.
-        kv_bytes: most bytes of pages in use at once, K and V, all layers; 0 on the stock path.
-        kv_bytes_unshared: bytes that the same tokens hold when no row shares any; 0 on the stock
+        kv_bytes: most bytes of pages in use at once, K and V, all layers; pages count whole, full
+            or not; 0 on the stock path.
+        kv_bytes_unshared: bytes that the same tokens hold when no row shares any, as in a cache
+            without pages: it can be less than `kv_bytes` where little is shared; 0 on the stock
             path. On a GPU it is known two steps late that a row is over; this and kv_bytes count
             those steps.
         backend: what computed attention and where: "kernels/cuda" is the CUDA kernels of csrc/,

@@ -52,11 +52,18 @@ class Summary:
                 f"prompt tokens: {self.prefill_tokens:,} forwarded, {self.shared_tokens:,} shared"
             )
         if self.path == "cascade":
-            stored, unshared = self.kv_bytes / 1e6, self.kv_bytes_unshared / 1e6
-            parts.append(f"KV: {stored:,.1f} MB instead of {unshared:,.1f} MB by {self.backend}")
+            stored, unshared = readable_size(self.kv_bytes), readable_size(self.kv_bytes_unshared)
+            parts.append(f"KV: {stored} instead of {unshared} by {self.backend}")
         if self.reason is not None:
             parts.append(f"on stock transformers ({self.reason})")
         return "; ".join([*parts, f"seed {self.seed}"])
+
+
+def readable_size(num_bytes: int) -> str:
+    """A size for people, in kB where it is less than 1 MB."""
+    if num_bytes < 1e6:
+        return f"{num_bytes / 1e3:,.1f} kB"
+    return f"{num_bytes / 1e6:,.1f} MB"
 
 
 def summarize(
