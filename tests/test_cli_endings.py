@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_cascade.cli import output, samples
-from hf_cascade.cli.summary import summarize
+from hf_cascade.cli.summary import readable_size, summarize
 from tests.command_line import CHAIN_OF_SUMS, PROMPT, SAMPLING, assert_one_line, run, save
 from tests.models import new_model
 
@@ -90,7 +90,7 @@ def test_a_model_that_is_not_there_is_one_line(tmp_path, monkeypatch):
         "~/nowhere": "there is no folder ~/nowhere",
         "a/b/c": "there is no folder a/b/c",
         "broken": "broken can't be loaded",
-        "nobody/nothing": "no such folder here, and ",
+        "nobody/nothing": "no such folder here, and we couldn't connect",
     }.items():
         assert_one_line(run("generate", name, "x"), 1, name, words)
 
@@ -240,6 +240,13 @@ def test_a_summary_of_nothing_claims_nothing():
     assert str(summary) == (
         "interrupted after 0 of 4 samples of 2 prompts; 0.0 s, 0 tokens/s; seed 5"
     )
+
+
+def test_a_size_below_a_megabyte_is_in_kb():
+    sizes = [
+        readable_size(num_bytes) for num_bytes in (0, 8_192, 999_949, 1_000_000, 2_345_678_901)
+    ]
+    assert sizes == ["0.0 kB", "8.2 kB", "999.9 kB", "1.0 MB", "2,345.7 MB"]
 
 
 # Real processes

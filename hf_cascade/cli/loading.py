@@ -70,8 +70,12 @@ def load(name: str, *, dtype: str, device: torch.device, compile: bool) -> tuple
         )
         model = model.to(device).eval()  # type: ignore[arg-type]
     except Exception as error:  # configs, weights and hubs fail in ways of their own
-        where = "" if Path(source).is_dir() else "there is no such folder here, and "
-        raise Failure(f"{name} can't be loaded: {where}{described(error)}") from error
+        reason = described(error)
+        if not Path(source).is_dir():
+            # The sentence goes on; a name such as OSError stays as it is.
+            reason = re.sub(r"^[A-Z](?=[a-z]* )", lambda first: first[0].lower(), reason)
+            reason = f"there is no such folder here, and {reason}"
+        raise Failure(f"{name} can't be loaded: {reason}") from error
     try:
         return patch(model, compile=compile), tokenizer
     except (UnsupportedModelError, ValueError) as error:
