@@ -116,7 +116,9 @@ def read_outline(text: str) -> list[str]:
     found = re.findall(r"^ *\d+\. *(\S.*?)[.:]? *$", text, re.MULTILINE)
     points = list(dict.fromkeys(found))
     if not points:
-        raise ValueError(f"the model wrote no outline but {text!r}")
+        raise ValueError(
+            f"the model wrote no outline but {text!r}: an instruction-tuned model is needed"
+        )
     return points[:MOST_POINTS]
 
 

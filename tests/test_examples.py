@@ -441,7 +441,10 @@ def test_skeleton_of_thought_takes_a_folder_and_fails_in_one_line(
     tiny_llama.save_pretrained(tmp_path)
     loaded_tokenizer.save_pretrained(tmp_path)
     for folder, message in (
-        (tmp_path, "error: the model wrote no outline but"),
+        (
+            tmp_path,
+            "error: the model wrote no outline but .*: an instruction-tuned model is needed",
+        ),
         (tmp_path / "missing", "error: .*missing is not a folder"),
     ):
         monkeypatch.setattr(sys, "argv", ["skeleton", "How?", "--model", str(folder)])
