@@ -12,6 +12,7 @@ import argparse
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -23,17 +24,23 @@ def main() -> int:
     parser.add_argument("--bench", choices=("quick", "full"), help="benchmarks/bench_attention.py")
     parser.add_argument("--sanitize", action="store_true", help="tests under compute-sanitizer")
     arguments = parser.parse_args()
-    # hf_cascade.ops is the folder ops/: a link in a scratch package gives it that name.
-    shim = Path("/tmp/hf_cascade_shim")
-    shim.mkdir(exist_ok=True)
-    package = shim / "hf_cascade"
-    if not package.exists():
-        package.mkdir()
-        for source in (ROOT / "hf_cascade").glob("*"):
-            (package / source.name).symlink_to(source)
-        (package / "ops").symlink_to(ROOT / "ops")
-        (package / "csrc").symlink_to(ROOT / "csrc")
-    paths = [str(shim), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    with tempfile.TemporaryDirectory() as folder:
+        link_package(Path(folder) / "hf_cascade")
+        return run_checks(arguments, folder)
+
+
+def link_package(package: Path) -> None:
+    """hf_cascade.ops is the folder ops/: a link in a scratch package gives it that name."""
+    package.mkdir()
+    for source in (ROOT / "hf_cascade").glob("*"):
+        (package / source.name).symlink_to(source)
+    (package / "ops").symlink_to(ROOT / "ops")
+    (package / "csrc").symlink_to(ROOT / "csrc")
+
+
+def run_checks(arguments: argparse.Namespace, folder: str) -> int:
+    """Run what was asked for with the package in `folder`; 1 if anything failed, else 0."""
+    paths = [folder, str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1"}
     tests = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     tests += ["-c", os.devnull]  # the repository's settings put its root on the path
