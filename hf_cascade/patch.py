@@ -45,7 +45,7 @@ def patch(
         max_pages: most pages in use at once, for all layers together; None is no limit but
             memory. A call that needs more raises OutOfPagesError.
         strict: raise UnsupportedCallError instead of falling back.
-        compile: run the decode steps of sampling and greedy search through torch.compile, with
+        compile: run the decode steps (samples, greedy search and beams) through torch.compile, with
             cascades fused (`fuse_pass`), and on a GPU as one CUDA graph. The first call takes
             long and says so (logging.INFO); later ones reuse what was compiled. "auto" does so on
             a GPU, and where compiling fails it runs the steps as they are.
