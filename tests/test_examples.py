@@ -258,7 +258,7 @@ def test_document_qa_without_its_model_is_one_line(monkeypatch):
         raise smollm2.ModelUnavailableError("no index")
 
     monkeypatch.setattr(document_qa, "load_smollm2", fail)
-    with pytest.raises(SystemExit, match="^error: no index$"):
+    with pytest.raises(SystemExit, match=r"^error: no index$"):
         document_qa.main()
 
 
