@@ -62,7 +62,7 @@ inline int64_t stride_in_chunks(const Tensor& t, int64_t dim) {
 
 inline cudaStream_t current_stream(const Tensor& t) {
   void* stream = nullptr;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
   return static_cast<cudaStream_t>(stream);
 }
 
@@ -103,7 +103,7 @@ std::array<StableIValue, (sizeof...(Args) > 2 ? sizeof...(Args) : 2)> call_compo
     const char* name, const Args&... args) {
   std::array<StableIValue, (sizeof...(Args) > 2 ? sizeof...(Args) : 2)> stack{
       torch::stable::detail::from(args)...};
-  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   return stack;
 }
 
