@@ -31,7 +31,7 @@ def show_document_qa(
     tokenizer: PreTrainedTokenizerBase,
     *,
     num_samples: int = 12,
-    max_new_tokens: int = 32,
+    max_new_tokens: int = 24,
 ) -> None:
     """Answer three questions greedily in one batch, then sample one of them; stock and patched."""
     document = DOCUMENT.read_text(encoding="utf-8")
