@@ -125,14 +125,14 @@ class CascadeGenerate:
             return False
         compile_config = generation_config.compile_config
         generation_config.compile_config = self._compile_config(generation_config, rows)
-        cache.is_compileable = True
+        cache.is_compileable = True  # transformers asks it, too
+        if not self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):  # type: ignore[attr-defined]
+            generation_config.compile_config = compile_config
+            return False
         if self.cascade.options.pack_linears:
             # What hooks fetch when it is used has no place of its own.
             (unpack_linears if _has_hooks(self) else pack_linears)(self)
-        if self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):  # type: ignore[attr-defined]
-            return True
-        generation_config.compile_config = compile_config
-        return False
+        return True
 
     def _compile_config(self, generation_config, rows: int) -> CompileConfig:
         """How decode steps are compiled: as the user said, and with cascades fused."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import sys
 import time
 from collections.abc import Callable
 from types import FunctionType
@@ -94,7 +93,11 @@ class CompiledForward:
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Run with inputs of any shapes, compiling what is not yet compiled."""
         if not self._known:
-            _announce(f"compiling the decode step of {type(self._model).__name__}")
+            # Loud like the build of the kernels: whoever set up no logging waits just as long.
+            logger.warning(
+                "compiling the decode step of %s; this takes a minute or two, once",
+                type(self._model).__name__,
+            )
         fused_before, started = num_fused(), time.perf_counter()
         try:
             # Known shapes may compile too: dtypes, modes, adapters and hooks can have changed.
@@ -106,7 +109,7 @@ class CompiledForward:
             outputs = self._run(inputs)
         if num_fused() > fused_before:
             self._fused_layers = num_fused() - fused_before
-            _announce(f"compiled in {time.perf_counter() - started:.0f} s")
+            logger.info("compiled in %.0f s", time.perf_counter() - started)
         self._known.add(shapes(inputs))
         return outputs
 
@@ -222,10 +225,3 @@ def _is_of_compiler(error: Exception) -> bool:
     known = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
     # Raised as a bare RuntimeError where the compiler passes over the whole function.
     return isinstance(error, known) or "found no compiled frames" in str(error)
-
-
-def _announce(message: str) -> None:
-    """Log as INFO; on stderr where the program has set up no logging: a compiler takes its time."""
-    logger.info(message)
-    if not logger.hasHandlers():
-        print(f"hf_cascade: {message}", file=sys.stderr)

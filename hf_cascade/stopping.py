@@ -60,7 +60,7 @@ class LateStopCheck:
         input_ids: the prompts, [batch, length].
         max_length: columns at which every row is over; None is no such limit.
         cache: the call's.
-        cache_is_returned: always False.
+        cache_is_returned: as that one is asked; `is_supported` has seen to it that it is False.
         streamer: gets each step's tokens one step late, and never those of a step undone.
     """
 

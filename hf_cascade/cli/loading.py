@@ -38,6 +38,7 @@ def checked_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
+    # An unknown name, a torch without that backend, a backend without storage: each has its own.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise typer.BadParameter(
             f"torch can't use the device {name!r} here", param_hint="--device"
