@@ -3,7 +3,7 @@
 // A thread moves 16 bytes of K and the same of V, for one token and head; the threads of a head's
 // row lie side by side, so reads and writes are whole rows of head_dim.
 //   Memory   k and v once in, once out; one slot lookup a thread, shared by the row through L1.
-//   Also     sets the ticket counter of the attention launch that follows to 0: nothing of an
+//   Also     sets the ticket counters of the attention launch that follows to 0: nothing of an
 //            earlier launch, finished or not, can leak into it.
 #pragma once
 
@@ -21,7 +21,7 @@ struct AppendParams {
   int64_t k_token_stride, k_head_stride, v_token_stride, v_head_stride;
   int num_tokens, num_kv_heads, page_size;
   int chunks_per_row;  // head_dim in 16-byte chunks
-  int32_t* ticket;     // [1], set to 0; null: no attention follows
+  int32_t* ticket;     // [2], set to 0; null: no attention follows
 };
 
 static __global__ void append_kv_kernel(const AppendParams params) {
@@ -29,7 +29,7 @@ static __global__ void append_kv_kernel(const AppendParams params) {
   // In this order: the attention kernel, once it runs, may rely on all that came before us.
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
-  if (thread == 0 && params.ticket) *params.ticket = 0;
+  if (thread < 2 && params.ticket) params.ticket[thread] = 0;
 
   const int64_t chunks_per_token = int64_t{params.num_kv_heads} * params.chunks_per_row;
   const int64_t token = thread / chunks_per_token;

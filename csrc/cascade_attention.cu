@@ -1,5 +1,6 @@
 #include "launch_attention.h"
 #include "ops.h"
+#include "work_list.cuh"
 
 namespace hf_cascade {
 namespace {
@@ -82,11 +83,11 @@ bool is_served(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, cons
 // ---------------------------------------------------------------------- the work list
 
 // Slots for partial states. At most one a node read and one more for every shortest split, of
-// the tokens that the page table can hold; capped, since the work list then doubles the splits.
+// the tokens that the page table can hold; capped, since splits then are longer.
 int64_t num_scratch_states(int64_t num_seqs, int64_t num_reads, int64_t num_listed_pages,
                            int64_t page_size) {
   const int64_t least = num_reads + num_seqs;
-  const int64_t most = least + num_seqs * (num_listed_pages * page_size / (kMinSplit / 2));
+  const int64_t most = least + num_seqs * (num_listed_pages * page_size / kSplitUnit);
   const int64_t cap = least > kScratchStates ? least : kScratchStates;
   return most < cap ? most : cap;
 }
@@ -112,31 +113,60 @@ TreeParams tree_params(const Nodes& nodes, int64_t num_tokens) {
   return tree;
 }
 
+// Of the attention kernel's CTAs.
+int stages_of(int64_t head_dim) {
+  return num_stages(static_cast<int>(head_dim),
+                    device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
+template <bool kFits>
+void launch_work_list(int num_ctas, int shared_bytes, const Tensor& like, const TreeParams& tree,
+                      const WorkList& list, const WorkShape& shape, int32_t* scratch,
+                      int32_t* ticket) {
+  check_launch(cudaFuncSetAttribute(work_list_kernel<kFits>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
+               "work_list: shared memory");
+  launch("work_list", work_list_kernel<kFits>, num_ctas, kWorkListThreads, shared_bytes,
+         current_stream(like), tree, list, shape, scratch, ticket);
+}
+
+// num_states as num_scratch_states has it; `ticket`: see new_ticket, null if no launch follows.
 Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_heads,
                       int64_t num_kv_heads, int64_t head_dim, int64_t num_states,
-                      const Tensor* ticket) {
-  const int64_t size =
-      work_list_size(tree.num_seqs, tree.num_nodes, tree.num_reads, num_states, num_kv_heads);
+                      bool batch_invariant, const Tensor* ticket) {
+  const int64_t size = work_list_size(tree.num_seqs, tree.num_reads, num_states, num_kv_heads);
   Tensor work = torch::stable::new_empty(like, {size}, ScalarType::Int);
   if (num_q_heads / num_kv_heads > kMaxGroupSize) return work;  // nobody will read it
   const WorkList list = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree);
-  const int heads = static_cast<int>(num_kv_heads);
-  const int group_size = static_cast<int>(num_q_heads / num_kv_heads);
-  const cudaStream_t stream = current_stream(like);
-  launch("work_list", work_list_kernel, 1, kWorkListThreads,
-         kStagedWords * static_cast<int>(sizeof(int32_t)), stream, tree, list, heads, group_size,
-         static_cast<int>(num_states), kv_tile_rows(static_cast<int>(head_dim)),
-         device_attribute(cudaDevAttrMultiProcessorCount),
-         ticket ? static_cast<int32_t*>(ticket->data_ptr()) : nullptr);
-  launch("work_list", items_kernel, 64, 256, 0, stream, tree, list, heads, group_size,
-         kv_tile_rows(static_cast<int>(head_dim)));
+  WorkShape shape = {};
+  shape.num_kv_heads = static_cast<int>(num_kv_heads);
+  shape.group_size = static_cast<int>(num_q_heads / num_kv_heads);
+  shape.head_dim = static_cast<int>(head_dim);
+  shape.num_ctas = device_attribute(cudaDevAttrMultiProcessorCount);
+  shape.num_stages = stages_of(head_dim);
+  shape.max_states = static_cast<int>(num_states);
+  shape.batch_invariant = batch_invariant;
+  int32_t* counters = ticket ? static_cast<int32_t*>(ticket->data_ptr()) : nullptr;
+
+  const int64_t num_words = list_words(tree);
+  const int64_t room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
+  const int64_t bytes = num_words * int64_t{sizeof(int32_t)};
+  if (bytes <= room) {
+    launch_work_list<true>(num_list_ctas(num_states * num_kv_heads), static_cast<int>(bytes), like,
+                           tree, list, shape, nullptr, counters);
+  } else {
+    const Tensor scratch = torch::stable::new_empty(like, {num_words}, ScalarType::Int);
+    launch_work_list<false>(1, 0, like, tree, list, shape,
+                            static_cast<int32_t*>(scratch.data_ptr()), counters);
+  }
   return work;
 }
 
 // ---------------------------------------------------------------------- the launch
 
+// Work items that were handed out: shared ones, leaves'.
 Tensor new_ticket(const Tensor& like) {
-  return torch::stable::new_empty(like, {1}, ScalarType::Int);
+  return torch::stable::new_empty(like, {2}, ScalarType::Int);
 }
 
 // `ticket` is zero by the time this kernel runs. Without a work list it makes its own, which sees
@@ -150,9 +180,8 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
       num_scratch_states(tree.num_seqs, tree.num_reads, nodes.kv_indices.size(0), page_size);
   const Tensor work = given_work ? *given_work
                                  : make_work_list(tree, q, num_q_heads, num_kv_heads, head_dim,
-                                                  num_states, &ticket);
-  const int64_t work_size =
-      work_list_size(tree.num_seqs, tree.num_nodes, tree.num_reads, num_states, num_kv_heads);
+                                                  num_states, false, &ticket);
+  const int64_t work_size = work_list_size(tree.num_seqs, tree.num_reads, num_states, num_kv_heads);
   STD_TORCH_CHECK(work.numel() == work_size,
                   "work must be what work_list makes of these arguments, ", work_size,
                   " values, got ", work.numel());
@@ -193,7 +222,8 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
 
 Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
                  Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,
-                 int64_t page_size, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim) {
+                 int64_t page_size, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim,
+                 bool batch_invariant) {
   const Nodes nodes{q_indptr,   kv_indptr, kv_indices,     kv_len,
                     first_slot, &leaves,   &reader_indptr, &readers};
   STD_TORCH_CHECK(are_served(nodes, q_indptr),
@@ -207,7 +237,8 @@ Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv
   const TreeParams tree = tree_params(nodes, 0);
   const int64_t num_states =
       num_scratch_states(tree.num_seqs, tree.num_reads, kv_indices.size(0), page_size);
-  return make_work_list(tree, q_indptr, num_q_heads, num_kv_heads, head_dim, num_states, nullptr);
+  return make_work_list(tree, q_indptr, num_q_heads, num_kv_heads, head_dim, num_states,
+                        batch_invariant, nullptr);
 }
 
 State prefix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, Tensor kv_indptr,

@@ -14,13 +14,14 @@ void append_kv(Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor slots);
 // Whether the kernel serves these arguments.
 bool can_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
                 const Tensor& slots);
-// Appends and, where there is one, sets `ticket`, an int32, to 0 for the launch that follows.
+// Appends and, where there is one, sets `ticket`, two int32, to 0 for the launch that follows.
 void launch_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
                    const Tensor& slots, const Tensor* ticket);
 
 Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
                  Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,
-                 int64_t page_size, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim);
+                 int64_t page_size, int64_t num_q_heads, int64_t num_kv_heads, int64_t head_dim,
+                 bool batch_invariant);
 State prefix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, Tensor kv_indptr,
                        Tensor kv_indices, Tensor kv_len, Tensor first_slot, Tensor reader_indptr,
                        Tensor readers, double sm_scale);

@@ -1,353 +1,375 @@
 // Making the work list: which items a launch has, and where their partial states go.
 //
-// Once a step, for all layers: one CTA counts (work_list_kernel), then a thread an item writes it
-// down (items_kernel). An item is (node, KV split, query tile, kv head),
-// of a leaf (leaf, KV split, some kv heads).
-//   Memory   the lengths and the readers, a few KB, once, to shared memory; writes as much.
-//   Compute  a warp a sequence walks the shared nodes 32 at a time, each lane looking for the
-//            sequence among one node's readers; prefix sums over sequences and nodes.
-//   Writes   the WorkList, and 0 to the ticket counter of the launch that follows, if one does.
+// Once a step, for all layers. Every CTA finds the same tables (work_items.cuh), each writes its
+// part of the list: that costs no more time than finding them once and saves a second launch.
+//   Memory   the lengths and the readers, a few KB, once, to shared memory, where everything else
+//            happens; a tree too large for it is one CTA's, which works in global memory.
+//   Compute  a lane a candidate of a split length, a warp a node; a thread a read; a lane a
+//   sequence
+//            for the order of its states; prefix sums over nodes and sequences.
+//   Writes   the WorkList, and 0 to the ticket counters of the launch that follows, if one does.
 #pragma once
 
-#include "params.h"
+#include "cta_scan.cuh"
 #include "ptx.cuh"
+#include "stage_rule.cuh"
+#include "work_items.cuh"
 
 namespace hf_cascade {
 
-constexpr int kBoxTokens = 16;     // tiles start at multiples of this many slots: no page is
-                                   // smaller, and the copy engine moves that many at a time
-constexpr int kRowsPerTile = 128;  // query rows of one item of a shared node
-constexpr int kLeafTokens = 16;    // of a leaf, that a warp takes at a time
-constexpr int kMaxLeafRows = 8;    // query rows of a leaf that go the leaf's way
-constexpr int kMinSplit = 256;     // tokens; half of it where kv heads are few
-constexpr int kLongSplit = 1024;   // tokens; from here on more items pay more than fewer states
-constexpr int kLeafSplits = 8;     // of a leaf, at least, as far as they are no shorter than that
-constexpr int kMaxSplit = 4096;    // tokens; longer ones leave CTAs idle at the end
-constexpr int kItemsPerCta = 4;    // leaves' items keep to one head until there are as many
-constexpr int kMaxHeadsLog2 = 2;   // a leaf's item has up to 4 kv heads
 constexpr int kWorkListThreads = 1024;
-constexpr int kStagedWords = 11 * 1024;  // with what else there is, within 48 KB
+constexpr int kWorkListWarps = kWorkListThreads / 32;
+constexpr int kItemsPerThread = 2;  // most of them, where so many CTAs are worth it
+constexpr int kMostListCtas = 64;
+constexpr int kStaticBytes = 8 * 1024;  // at most, of shared memory, beside the tables
 
-__host__ __device__ inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
+// ---------------------------------------------------------------------- inputs
 
-// Rows of K, and of V, that a stage of the attention kernel holds: 32 KB for both. Of 128 rows,
-// three stages are too few where memory is the limit, and gain nothing elsewhere
-// (benchmarks/NOTES.md, 8).
-__host__ __device__ constexpr int kv_tile_rows(int head_dim) { return head_dim <= 128 ? 64 : 32; }
-
-// Tokens of one KV split. A function of the node and the head count alone, never of the batch, so
-// that a row's bits do not depend on its companions; unless the scratch is full and splits double.
-__host__ __device__ inline int split_length(int kv_len, int num_kv_heads, int split_shift,
-                                            bool is_leaf) {
-  // For a lone sequence 64 items; 128 if they stay long.
-  const auto fair = [&](int num_items) {
-    return (int64_t{kv_len} * num_kv_heads / num_items + 63) / 64 * 64;
-  };
-  const int64_t shortest = num_kv_heads >= 8 ? kMinSplit : kMinSplit / 2;
-  int64_t length = fair(64) <= kLongSplit ? fair(64) : fair(128);
-  if (fair(64) > kLongSplit && length < kLongSplit) length = kLongSplit;
-  length = length < shortest ? shortest : length > kMaxSplit ? kMaxSplit : length;
-  // One warp walks a leaf's split, 16 tokens at a time: many steps are long to wait for.
-  const int64_t longest = kv_len / kLeafSplits > kMinSplit ? kv_len / kLeafSplits : kMinSplit;
-  if (is_leaf && length > longest) length = (longest + 63) / 64 * 64;
-  length <<= split_shift;
-  return static_cast<int>(length < (1 << 30) ? length : (1 << 30));
-}
-
-__device__ inline int num_splits(int kv_len, int num_kv_heads, int split_shift, bool is_leaf) {
-  return ceil_div(kv_len, split_length(kv_len, num_kv_heads, split_shift, is_leaf));
-}
-
-__host__ __device__ inline int tokens_per_tile(int group_size) { return kRowsPerTile / group_size; }
-
-// How many kv heads a leaf's item has: as many as a tile has room for, since the copy engine brings
-// the same 16 slots of several heads at once. Fewer where items would be too few for the chip. Each
-// head is computed by itself, so this does not show in the bits.
-__device__ inline int choose_heads_log2(int64_t leaf_heads, int num_kv_heads, int group_size,
-                                        int kv_tile, int num_ctas) {
-  int heads_log2 = 0;
-  if (group_size > kMaxLeafRows) return heads_log2;
-  while (heads_log2 < kMaxHeadsLog2 && (kLeafTokens << (heads_log2 + 1)) <= kv_tile &&
-         num_kv_heads % (2 << heads_log2) == 0 &&
-         leaf_heads >> (heads_log2 + 1) >= kItemsPerCta * num_ctas) {
-    ++heads_log2;
-  }
-  return heads_log2;
-}
-
-// Exclusive prefix sums of `value(i)` for i < n into target[0 .. n], by the whole CTA.
-template <typename Value>
-__device__ void exclusive_sums(int32_t* target, int n, Value value) {
-  __shared__ int32_t warp_sums[kWorkListThreads / 32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int32_t total = 0;
-  for (int start = 0; start < n; start += kWorkListThreads) {
-    const int i = start + static_cast<int>(threadIdx.x);
-    const int32_t own = i < n ? value(i) : 0;
-    int32_t sum = own;
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t below = __shfl_up_sync(~0u, sum, step);
-      if (lane >= step) sum += below;
-    }
-    if (lane == 31) warp_sums[warp] = sum;
-    __syncthreads();
-    int32_t before = total;
-    for (int w = 0; w < kWorkListThreads / 32; ++w) {
-      if (w < warp) before += warp_sums[w];
-      total += warp_sums[w];
-    }
-    if (i < n) target[i] = before + sum - own;
-    __syncthreads();
-  }
-  if (threadIdx.x == 0) target[n] = total;
-  __syncthreads();
-}
-
-// Index of `seq` among readers[begin, end), ascending; -1 if it is not there.
-__device__ inline int find_reader(const int32_t* readers, int begin, int end, int seq) {
-  while (begin < end) {
-    const int middle = (begin + end) / 2;
-    const int32_t found = readers[middle];
-    if (found == seq) return middle;
-    if (found < seq) {
-      begin = middle + 1;
-    } else {
-      end = middle;
-    }
-  }
-  return -1;
-}
-
-// Copies the arrays that are searched and walked into shared memory, if they fit.
-__device__ inline TreeParams stage_tree(const TreeParams& tree, int32_t* memory, int num_words) {
-  TreeParams staged = tree;
-  const int num_leaves = tree.leaves ? tree.num_seqs : 0;
-  const int num_offsets = tree.reader_indptr ? tree.num_nodes + 1 : 0;
-  if (tree.num_seqs + 1 + tree.num_nodes + num_leaves + num_offsets + tree.num_reads > num_words) {
-    return staged;
-  }
+// Places copies of the arrays that are looked into more than once at `memory`, each made by `step`
+// threads of which this is number `first`; null: counts only. Returns the words that they take.
+__host__ __device__ inline int64_t stage_tree(TreeParams& tree, int32_t* memory, int first,
+                                              int step) {
+  int64_t used = 0;
   const auto stage = [&](const int32_t*& values, int length) {
-    for (int i = threadIdx.x; i < length; i += kWorkListThreads) memory[i] = values[i];
-    if (length > 0) values = memory;
-    memory += length;
+    if (!values) return;
+    if (memory) {
+      int32_t* const copy = memory + used;
+      for (int i = first; i < length; i += step) copy[i] = values[i];
+      values = copy;
+    }
+    used += length;
   };
-  stage(staged.q_indptr, tree.num_seqs + 1);
-  stage(staged.kv_len, tree.num_nodes);
-  stage(staged.leaves, num_leaves);
-  stage(staged.reader_indptr, num_offsets);
-  stage(staged.readers, tree.num_reads);
-  return staged;
+  stage(tree.q_indptr, tree.num_seqs + 1);
+  stage(tree.kv_indptr, tree.num_nodes);
+  stage(tree.kv_len, tree.num_nodes);
+  stage(tree.first_slot, tree.num_nodes);
+  stage(tree.leaves, tree.num_seqs);
+  stage(tree.reader_indptr, tree.num_nodes + 1);
+  stage(tree.readers, tree.num_reads);
+  return used;
 }
 
+// Words of shared memory that the kernel takes to work there.
+inline int64_t list_words(TreeParams tree) {
+  ListTables tables;
+  return stage_tree(tree, nullptr, 0, 1) +
+         place_tables(tables, nullptr, tree.num_seqs, tree.num_nodes, tree.num_reads);
+}
+
+// ---------------------------------------------------------------------- splits
+
+// What the candidates come to, each lane its own.
+struct CandidateSums {
+  int32_t shared_items[kNumCandidates], shared_states[kNumCandidates];
+  int32_t leaf_items[kNumCandidates], leaf_states[kNumCandidates];
+  NodeTotals shared, leaf;
+};
+
+__host__ __device__ inline int add_capped(int sum, int64_t more) {
+  return more >= kMostCounted - sum ? kMostCounted : sum + static_cast<int>(more);
+}
+
+// A node that takes part: `states` of it for each split.
+struct Entry {
+  int kv_len, columns, states;
+  bool is_leaf, by_leaf_warps;
+};
+
+__host__ __device__ inline Entry find_entry(int i, const TreeParams& tree, const ListTables& tables,
+                                            const WorkShape& shape) {
+  if (i >= tables.num_shared_nodes) {
+    const int kv_len = leaf_length(tree, i - tables.num_shared_nodes);
+    return {kv_len, shape.num_kv_heads, 1, true, leaf_warps_read_leaves(shape)};
+  }
+  const int node = tables.shared_nodes[i], num_readers = num_readers_of(tree, node);
+  const bool single = is_single(num_readers, shape);
+  return {tree.kv_len[node], single ? shape.num_kv_heads : num_columns(num_readers, shape),
+          num_readers, false, single};
+}
+
+__device__ inline void sum_candidates(CandidateSums& sums, const TreeParams& tree,
+                                      const ListTables& tables, const WorkShape& shape) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const UnitDivider divider(lane);
+  int shared_items = 0, shared_states = 0, leaf_items = 0, leaf_states = 0;
+  NodeTotals shared = {0, 0}, leaf = {0, 0};
+  const int num_entries = tables.num_shared_nodes + tree.num_seqs;
+  for (int i = warp; i < num_entries; i += kWorkListWarps) {
+    const Entry entry = find_entry(i, tree, tables, shape);
+    const int units = units_of(entry.kv_len);
+    const int splits = shape.batch_invariant
+                           ? num_splits(entry.kv_len, ~lane, shape.num_kv_heads, entry.is_leaf)
+                           : divider.ceil(units);
+    const int counted = splits > 0 ? splits : 1;  // a sequence with nothing to see needs an item
+    const int64_t items = int64_t{counted} * entry.columns;
+    const int64_t states = int64_t{counted} * entry.states;
+    if (entry.by_leaf_warps) {
+      leaf_items = add_capped(leaf_items, items);
+      leaf_states = add_capped(leaf_states, states);
+      leaf.units = add_capped(leaf.units, int64_t{units} * entry.columns);
+      leaf.longest = max(leaf.longest, units);
+    } else {
+      shared_items = add_capped(shared_items, items);
+      shared_states = add_capped(shared_states, states);
+      shared.units = add_capped(shared.units, int64_t{units} * entry.columns);
+      shared.longest = max(shared.longest, units);
+    }
+  }
+  // 32 warps add up to kMostCounted each at most.
+  if (shared_items > 0) {
+    atomicAdd(&sums.shared_items[lane], min(shared_items, kMostCounted / 2));
+    atomicAdd(&sums.shared_states[lane], min(shared_states, kMostCounted / 2));
+  }
+  if (leaf_items > 0) {
+    atomicAdd(&sums.leaf_items[lane], min(leaf_items, kMostCounted / 2));
+    atomicAdd(&sums.leaf_states[lane], min(leaf_states, kMostCounted / 2));
+  }
+  if (lane == 0) {
+    atomicAdd(&sums.shared.units, min(shared.units, kMostCounted / 2));
+    atomicMax(&sums.shared.longest, shared.longest);
+    atomicAdd(&sums.leaf.units, min(leaf.units, kMostCounted / 2));
+    atomicMax(&sums.leaf.longest, leaf.longest);
+  }
+}
+
+// The lane whose cost is the least, the first of them; costs are not negative.
+__device__ inline int find_cheapest(float cost) {
+  const uint32_t bits = __float_as_uint(cost);  // ordered like the costs
+  const uint32_t least = __reduce_min_sync(~0u, bits);
+  return __ffs(__ballot_sync(~0u, bits == least)) - 1;
+}
+
+// By one warp: the splits, and the stages that go with them.
+__device__ inline void choose_splits(WorkHeader& header, const CandidateSums& sums,
+                                     const WorkShape& shape) {
+  const int lane = threadIdx.x % 32, units = candidate_units(lane);
+  const int shared_states = sums.shared_states[lane], leaf_states = sums.leaf_states[lane];
+  const float shared_time = shared_us(sums.shared_items[lane], units, sums.shared, shape);
+  const float leaf_time = leaf_us(sums.leaf_items[lane], units, sums.leaf, shape);
+  constexpr float kLastResort = 1e30f;  // the last candidate always fits: one split a node
+  int shared_choice, leaf_choice;
+  if (shape.batch_invariant) {
+    const bool fits = shared_states + leaf_states <= shape.max_states || lane == 31;
+    shared_choice = leaf_choice = __ffs(__ballot_sync(~0u, fits)) - 1;
+    header.shared_split = header.leaf_split = ~shared_choice;
+  } else {
+    const int least = sums.leaf_states[kNumCandidates - 1];
+    const bool shared_fits = shared_states <= shape.max_states - least && lane > 0;
+    shared_choice =
+        find_cheapest(shared_fits ? shared_time + merge_us(shared_states, shape) : kLastResort);
+    const int left = shape.max_states - sums.shared_states[shared_choice];
+    leaf_choice =
+        find_cheapest(leaf_states <= left ? leaf_time + merge_us(leaf_states, shape) : kLastResort);
+    if (!leaf_warps_read_leaves(shape)) leaf_choice = shared_choice;
+    header.shared_split = kSplitUnit * candidate_units(shared_choice);
+    header.leaf_split = kSplitUnit * candidate_units(leaf_choice);
+  }
+  header.shared_stages = shared_stages(
+      shape.num_stages, sums.shared_items[shared_choice], sums.leaf_items[leaf_choice],
+      __shfl_sync(~0u, shared_time, shared_choice), leaf_memory_us(sums.leaf, shape));
+}
+
+// ---------------------------------------------------------------------- states
+
+// Enters each read into the bits of its node; a thread a read.
+__device__ inline void mark_reads(const ListTables& tables, const TreeParams& tree) {
+  const int num_reads = tree.reader_indptr ? tree.reader_indptr[tree.num_nodes] : 0;
+  for (int i = threadIdx.x; i < num_reads; i += kWorkListThreads) {
+    const int node = find_item(tree.reader_indptr, tree.num_nodes, i);
+    if (tree.kv_len[node] <= 0) {
+      tables.read_states[i] = -1;
+      continue;
+    }
+    const int seq = tree.readers[i], word = seq / 32;
+    const int64_t place = int64_t{tables.shared_ranks[node]} * tables.num_seq_words + word;
+    atomicOr(&tables.read_bits[place], 1u << seq % 32);
+    if (i == tree.reader_indptr[node] || tree.readers[i - 1] / 32 != word) {
+      tables.first_reads[place] = i;
+    }
+  }
+}
+
+// Counts the states along each sequence's prefix, in the order of the nodes: a lane a sequence, and
+// where sequences are few several warps, each with a run of the nodes.
+__device__ inline void count_states(const ListTables& tables, int num_seqs) {
+  __shared__ int32_t run_states[kWorkListThreads];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int num_words = tables.num_seq_words, num_nodes = tables.num_shared_nodes;
+  const int num_runs = num_words >= kWorkListWarps ? 1 : kWorkListWarps / max(1, num_words);
+  const int run = warp % num_runs, run_length = ceil_div(num_nodes, num_runs);
+  const int begin = min(num_nodes, run * run_length), end = min(num_nodes, begin + run_length);
+  // Calls visit(read, states before it) for what the lane's sequence reads.
+  const auto walk = [&](int word, int states, auto visit) {
+    for (int i = begin; i < end; ++i) {
+      const int64_t place = int64_t{i} * num_words + word;
+      const uint32_t bits = tables.read_bits[place];
+      if (!(bits >> lane & 1)) continue;
+      visit(tables.first_reads[place] + __popc(bits & ((1u << lane) - 1)), states);
+      states += tables.splits[i];
+    }
+    return states;
+  };
+  const int first_word = warp / num_runs;
+  if (num_runs > 1) {
+    if (first_word < num_words) {
+      run_states[threadIdx.x] = walk(first_word, 0, [](int, int) {});
+    }
+    __syncthreads();
+  }
+  for (int word = first_word; word < num_words; word += kWorkListWarps / num_runs) {
+    int before = 0;
+    for (int r = 0; r < run; ++r) before += run_states[(word * num_runs + r) * 32 + lane];
+    const int states =
+        walk(word, before, [&](int read, int value) { tables.read_states[read] = value; });
+    const int seq = 32 * word + lane;
+    if (run == num_runs - 1 && seq < num_seqs) tables.prefix_states[seq] = states;
+  }
+}
+
+// ---------------------------------------------------------------------- the kernel
+
+template <bool kFits>
 static __global__ void __launch_bounds__(kWorkListThreads)
-    work_list_kernel(const TreeParams given_tree, const WorkList work, int num_kv_heads,
-                     int group_size, int max_states, int kv_tile, int num_ctas, int32_t* ticket) {
-  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-  constexpr int kWarps = kWorkListThreads / 32;
+    work_list_kernel(const TreeParams given_tree, const WorkList work, const WorkShape shape,
+                     int32_t* scratch, int32_t* ticket) {
+  extern __shared__ int32_t memory[];
+  __shared__ CandidateSums sums;
+  __shared__ WorkHeader header;
+  const int thread = threadIdx.x, num_seqs = given_tree.num_seqs, num_nodes = given_tree.num_nodes;
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
-  if (thread == 0 && ticket) *ticket = 0;
-  extern __shared__ int32_t staging[];
-  const TreeParams tree = stage_tree(given_tree, staging, kStagedWords);
+
+  TreeParams tree = given_tree;
+  ListTables tables;
+  const int64_t staged = kFits ? stage_tree(tree, memory, thread, kWorkListThreads) : 0;
+  place_tables(tables, kFits ? memory + staged : scratch, num_seqs, num_nodes, tree.num_reads);
+  const int64_t num_bit_words = int64_t{min(num_nodes, tree.num_reads)} * tables.num_seq_words;
+  for (int64_t i = thread; i < num_bit_words; i += kWorkListThreads) tables.read_bits[i] = 0;
+  for (int i = thread; i < static_cast<int>(sizeof(sums) / sizeof(int32_t));
+       i += kWorkListThreads) {
+    reinterpret_cast<int32_t*>(&sums)[i] = 0;
+  }
+  if (thread == 0) header = {};
+  if (blockIdx.x == 0 && thread < 2 && ticket) ticket[thread] = 0;
   __syncthreads();
 
   bool one_token = true;
-  for (int b = thread; b < tree.num_seqs; b += kWorkListThreads) {
+  for (int b = thread; b < num_seqs; b += kWorkListThreads) {
     one_token &= tree.q_indptr[b + 1] - tree.q_indptr[b] <= 1;
   }
   const bool is_decode = __syncthreads_and(one_token);
   // A node may have readers and yet grow in this very step: prompts of one token, packed.
   bool still = true;
-  if (tree.leaves && tree.reader_indptr) {
-    for (int b = thread; b < tree.num_seqs; b += kWorkListThreads) {
-      const int leaf = tree.leaves[b];
-      still &= tree.reader_indptr[leaf + 1] == tree.reader_indptr[leaf];
-    }
+  for (int b = thread; tree.leaves && b < num_seqs; b += kWorkListThreads) {
+    const int num_readers = num_readers_of(tree, tree.leaves[b]);
+    still &= leaf_warps_read_leaves(shape) && (num_readers == 0 || is_single(num_readers, shape));
   }
   const bool shared_are_still = __syncthreads_and(still);
 
-  const auto num_readers = [&](int n) {
-    return tree.reader_indptr ? tree.reader_indptr[n + 1] - tree.reader_indptr[n] : 0;
+  const auto is_shared = [&](int n) {
+    return num_readers_of(tree, n) > 0 && tree.kv_len[n] > 0 ? 1 : 0;
   };
-  // shared_items serves as scratch for the ranks here.
-  const auto is_shared = [&](int n) { return num_readers(n) > 0 && tree.kv_len[n] > 0 ? 1 : 0; };
-  exclusive_sums(work.shared_items, tree.num_nodes, is_shared);
-  const int num_shared_nodes = work.shared_items[tree.num_nodes];
-  for (int n = thread; n < tree.num_nodes; n += kWorkListThreads) {
-    if (is_shared(n)) work.shared_nodes[work.shared_items[n]] = n;
+  // The second sums are not needed here, and are overwritten.
+  exclusive_sums<kWorkListThreads>(tables.shared_ranks, tables.matrix_items, num_nodes,
+                                   [&](int n) { return Pair{is_shared(n), 0}; });
+  tables.num_shared_nodes = tables.shared_ranks[num_nodes];
+  for (int n = thread; n < num_nodes; n += kWorkListThreads) {
+    if (is_shared(n)) tables.shared_nodes[tables.shared_ranks[n]] = n;
   }
+  mark_reads(tables, tree);
   __syncthreads();
 
-  const auto leaf_len = [&](int b) { return tree.leaves ? tree.kv_len[tree.leaves[b]] : 0; };
-  // Calls visit(read, node, states before it on the path) for each shared node of b's path.
-  const auto walk_path = [&](int b, int shift, auto visit) {
-    int states = 0;
-    for (int start = 0; start < num_shared_nodes; start += 32) {
-      const int i = start + lane;
-      int read = -1, node = 0;
-      if (i < num_shared_nodes) {
-        node = work.shared_nodes[i];
-        read = find_reader(tree.readers, tree.reader_indptr[node], tree.reader_indptr[node + 1], b);
-      }
-      const int own = read < 0    ? 0
-                      : is_decode ? num_splits(tree.kv_len[node], num_kv_heads, shift, false)
-                                  : 1;
-      int sum = own;
-      for (int step = 1; step < 32; step *= 2) {
-        const int below = __shfl_up_sync(~0u, sum, step);
-        if (lane >= step) sum += below;
-      }
-      if (read >= 0) visit(read, node, states + sum - own);
-      states += __shfl_sync(~0u, sum, 31);
+  if (is_decode) {
+    sum_candidates(sums, tree, tables, shape);
+    __syncthreads();
+    if (thread < 32) {
+      WorkHeader chosen = {};
+      choose_splits(chosen, sums, shape);
+      if (thread == 0) header = chosen;
     }
-    return states;
-  };
+    __syncthreads();
+  }
+  const int shared_split = header.shared_split, leaf_split = header.leaf_split;
 
-  // Count each sequence's states; double the splits until the scratch can hold them all.
-  int shift = 0;
-  for (;; ++shift) {
-    for (int b = warp; b < tree.num_seqs; b += kWarps) {
-      const int states = walk_path(b, shift, [](int, int, int) {});
-      if (lane == 0) work.leaf_items[b] = states;  // scratch: those of the prefix
-    }
-    __syncthreads();
-    exclusive_sums(work.path_indptr, tree.num_seqs, [&](int b) {
-      const int prefix = work.leaf_items[b];
-      if (!is_decode) return prefix;
-      // A sequence with nothing to see still needs an item, to write the empty state.
-      const int leaf = num_splits(leaf_len(b), num_kv_heads, shift, true);
-      return prefix + leaf > 0 ? prefix + leaf : 1;
-    });
-    if (!is_decode || work.path_indptr[tree.num_seqs] <= max_states || shift == 20) break;
-    __syncthreads();
-  }
-  for (int b = warp; b < tree.num_seqs; b += kWarps) {
-    const int base = work.path_indptr[b];
-    const bool is_lone = work.path_indptr[b + 1] - base == 1;
-    const int token = tree.q_indptr[b];
-    const bool has_query = tree.q_indptr[b + 1] > token;
-    walk_path(b, shift, [&](int read, int node, int before) {
-      if (is_decode) {
-        work.path[read] = !has_query ? kNowhere : is_lone ? ~token : base + before;
-        work.read_tokens[read] = has_query ? token : 0;
-      } else {
-        work.path[base + before] = node;
-      }
-    });
-  }
+  exclusive_sums<kWorkListThreads>(
+      tables.matrix_items, tables.single_items, tables.num_shared_nodes, [&](int i) {
+        const Entry entry = find_entry(i, tree, tables, shape);
+        int splits = 1;
+        if (is_decode) {
+          splits = num_splits(entry.kv_len, entry.by_leaf_warps ? leaf_split : shared_split,
+                              shape.num_kv_heads, false);
+        }
+        tables.splits[i] = splits;
+        const int items = splits * entry.columns;
+        return entry.by_leaf_warps ? Pair{0, items} : Pair{items, 0};
+      });
+  count_states(tables, num_seqs);
   __syncthreads();
 
-  // Items. The scratch in leaf_items is read before it is overwritten: each thread its own entry.
-  const int tile_tokens = tokens_per_tile(group_size);
-  exclusive_sums(work.leaf_items, tree.num_seqs, [&](int b) {
-    if (is_decode) {
-      return work.path_indptr[b + 1] - work.path_indptr[b] - work.leaf_items[b];
+  exclusive_sums<kWorkListThreads>(tables.path_indptr, tables.leaf_states, num_seqs, [&](int b) {
+    const int prefix = tables.prefix_states[b];
+    if (!is_decode) {
+      const int q_len = tree.q_indptr[b + 1] - tree.q_indptr[b];
+      return Pair{prefix, num_columns(q_len, shape)};
     }
-    return ceil_div(tree.q_indptr[b + 1] - tree.q_indptr[b], tile_tokens) * num_kv_heads;
-  });
-  exclusive_sums(work.shared_items, num_shared_nodes, [&](int i) {
-    if (!is_decode) return 0;
-    const int n = work.shared_nodes[i];
-    return num_splits(tree.kv_len[n], num_kv_heads, shift, false) *
-           ceil_div(num_readers(n), tile_tokens) * num_kv_heads;
+    const int leaf = num_splits(leaf_length(tree, b), leaf_split, shape.num_kv_heads, true);
+    // A sequence with nothing to see still needs an item, to write the empty state.
+    const int states = prefix + leaf > 0 ? leaf : 1;
+    return Pair{prefix + states, states};
   });
 
-  if (thread == 0) {
-    WorkHeader header = {};
-    header.is_decode = is_decode;
-    header.shared_are_still = shared_are_still;
-    header.split_shift = shift;
-    header.num_shared_items = work.shared_items[num_shared_nodes];
-    header.num_leaf_items = work.leaf_items[tree.num_seqs];
-    header.num_shared_nodes = num_shared_nodes;
-    if (is_decode) {
-      const int64_t leaf_heads = int64_t{header.num_leaf_items} * num_kv_heads;
-      header.heads_log2 =
-          choose_heads_log2(leaf_heads, num_kv_heads, group_size, kv_tile, num_ctas);
-      header.num_leaf_items = static_cast<int>(leaf_heads >> header.heads_log2);
+  // What is written: each CTA its part.
+  const int first = static_cast<int>(blockIdx.x) * kWorkListThreads + thread;
+  const int step = static_cast<int>(gridDim.x) * kWorkListThreads;
+  for (int b = first; b <= num_seqs; b += step) {
+    work.path_indptr[b] = tables.path_indptr[b];
+    if (!is_decode) work.leaf_items[b] = tables.leaf_states[b];
+  }
+  const int num_reads = tree.reader_indptr ? tree.reader_indptr[num_nodes] : 0;
+  for (int read = first; read < num_reads; read += step) {
+    const int before = tables.read_states[read];
+    if (before < 0) continue;
+    const int seq = tree.readers[read], begin = tables.path_indptr[seq];
+    if (!is_decode) {
+      work.path[begin + before] = find_item(tree.reader_indptr, num_nodes, read);
+      continue;
     }
-    *work.header = header;
+    const int token = tree.q_indptr[seq];
+    const bool has_query = tree.q_indptr[seq + 1] > token;
+    const bool is_lone = tables.path_indptr[seq + 1] - begin == 1;
+    work.path[read] = !has_query ? kNowhere : is_lone ? ~token : begin + before;
+    work.read_tokens[read] = has_query ? token : 0;
   }
-}
 
-// The largest i < n with sums[i] <= value.
-__device__ inline int find_item(const int32_t* sums, int n, int value) {
-  int low = 0;
-  while (n > 1) {
-    const int half = n / 2;
-    if (sums[low + half] <= value) low += half;
-    n -= half;
-  }
-  return low;
-}
-
-__device__ inline int align_slot(int slot) { return slot / kBoxTokens * kBoxTokens; }
-
-// KV tiles that cover tokens [begin, end) of a node; a tile starts at a multiple of 16 slots.
-__device__ inline int count_tiles(int first_slot, int begin, int end, int kv_tile) {
-  if (begin >= end) return 0;
-  return ceil_div(first_slot + end - align_slot(first_slot + begin), kv_tile);
-}
-
-// A thread an item: writes the launch's items in the order in which they are handed out.
-static __global__ void items_kernel(const TreeParams tree, const WorkList work, int num_kv_heads,
-                                    int group_size, int kv_tile) {
-  ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
-  const WorkHeader header = *work.header;
-  if (!header.is_decode) return;
-  const int num_items = header.num_shared_items + header.num_leaf_items;
-  const int thread = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  for (int ticket = thread; ticket < num_items;
-       ticket += static_cast<int>(gridDim.x * blockDim.x)) {
-    Item item = {};
-    int node = -1;
-    // Shared items are the longest and come first. Leaves between them would use the memory that
-    // shared nodes of many rows leave idle, and were tried twice (benchmarks/NOTES.md, 5 and 8).
-    if (ticket < header.num_shared_items) {
-      const int i = find_item(work.shared_items, header.num_shared_nodes, ticket);
-      int rest = ticket - work.shared_items[i];
-      node = work.shared_nodes[i];
-      const int reads_begin = tree.reader_indptr[node];
-      const int num_readers = tree.reader_indptr[node + 1] - reads_begin;
-      const int tile_tokens = tokens_per_tile(group_size);
-      const int num_query_tiles = ceil_div(num_readers, tile_tokens);
-      const int query_tile = rest % num_query_tiles;
-      rest /= num_query_tiles;
-      item.seq = -1;
-      item.head = rest % num_kv_heads;
-      item.split = rest / num_kv_heads;
-      item.first_read = reads_begin + query_tile * tile_tokens;
-      item.num_tokens = min(tile_tokens, num_readers - query_tile * tile_tokens);
+  const int num_matrix_items = tables.matrix_items[tables.num_shared_nodes];
+  const int num_single_items = tables.single_items[tables.num_shared_nodes];
+  const int num_leaf_items = tables.leaf_states[num_seqs] * shape.num_kv_heads;
+  const int num_items = num_matrix_items + num_single_items + num_leaf_items;
+  if (blockIdx.x == 0 && thread == 0) {
+    WorkHeader result = header;
+    result.is_decode = is_decode;
+    result.shared_are_still = shared_are_still;
+    if (!is_decode) {
+      result.num_shared_items = tables.leaf_states[num_seqs];
+      result.shared_stages = shape.num_stages;
     } else {
-      const int num_groups = num_kv_heads >> header.heads_log2;
-      const int index = ticket - header.num_shared_items, state = index / num_groups;
-      item.seq = find_item(work.leaf_items, tree.num_seqs, state);
-      const int splits = work.leaf_items[item.seq + 1] - work.leaf_items[item.seq];
-      const int states_end = work.path_indptr[item.seq + 1];
-      const int token = tree.q_indptr[item.seq];
-      item.head = index % num_groups << header.heads_log2;
-      item.split = state - work.leaf_items[item.seq];
-      item.num_tokens = 1;
-      item.token = tree.q_indptr[item.seq + 1] > token ? token : -1;
-      const bool is_lone = states_end - work.path_indptr[item.seq] == 1;
-      item.slot = is_lone ? ~token : states_end - splits + item.split;
-      if (tree.leaves) node = tree.leaves[item.seq];
+      result.num_shared_items =
+          num_matrix_items + (leaf_warps_read_leaves(shape) ? 0 : num_leaf_items);
+      result.num_leaf_items = num_items - result.num_shared_items;
     }
-    if (node >= 0) {
-      const int kv_len = tree.kv_len[node], first_slot = tree.first_slot[node];
-      const int length = split_length(kv_len, num_kv_heads, header.split_shift, item.seq >= 0);
-      const int begin = item.split * length, end = min(kv_len, begin + length);
-      const int tile_tokens = item.seq < 0 ? kv_tile : kv_tile >> header.heads_log2;
-      item.num_tiles = count_tiles(first_slot, begin, end, tile_tokens);
-      if (begin < end) {  // a node without tokens may have no pages to look at
-        item.begin_slot = first_slot + begin;
-        item.end_slot = first_slot + end;
-        item.pages = tree.kv_indptr[node];
-      }
-    }
-    work.items[ticket] = item;
+    *work.header = result;
   }
+  if (!is_decode) return;
+  const WorkHeader splits = header;
+  for (int i = first; i < num_items; i += step) {
+    work.items[i] = make_item(i, tree, tables, splits, shape);
+  }
+}
+
+// CTAs for a list of at most so many items.
+inline int num_list_ctas(int64_t most_items) {
+  const int64_t found = (most_items - 1) / (kItemsPerThread * kWorkListThreads) + 1;
+  return static_cast<int>(found < kMostListCtas ? found : kMostListCtas);
 }
 
 }  // namespace hf_cascade

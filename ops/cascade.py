@@ -114,7 +114,7 @@ def cascade_attention(
         slots: [num_tokens], where they go, see `append_kv`; k_pool and v_pool are written.
         others: as `prefix_attention` and `suffix_attention`.
         work: what `work_list` returned for these index arguments and head counts; made anew in
-            every call if None.
+            every call, not batch invariant, if None.
     Returns:
         (out, lse) of each query token over its whole path.
     """
@@ -138,6 +138,7 @@ def work_list(
     num_q_heads: int,
     num_kv_heads: int,
     head_dim: int,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """How `cascade_attention` cuts its work, found once a step for all layers of one shape.
 
@@ -148,12 +149,15 @@ def work_list(
         q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers: see
             above.
         page_size, num_q_heads, num_kv_heads, head_dim: of the pools and of q.
+        batch_invariant: cut each node by its own length alone, not by what is fastest for all of
+            them: a row's bits then do not depend on the other rows of the batch, as long as the
+            partial states fit (8192, or one a node read if those are more).
     Returns:
         int32, to be passed as `work`; its size depends on the shapes of the arguments alone.
     """
     return torch.ops.hf_cascade.work_list(
         q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
-        page_size, num_q_heads, num_kv_heads, head_dim,
+        page_size, num_q_heads, num_kv_heads, head_dim, batch_invariant,
     )  # fmt: skip
 
 
@@ -236,23 +240,23 @@ def _cascade_attention_fake(
 
 def _work_list(
     q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
-    page_size, num_q_heads, num_kv_heads, head_dim,
+    page_size, num_q_heads, num_kv_heads, head_dim, batch_invariant=False,
 ):  # fmt: skip
     return q_indptr.new_empty(0)
 
 
 def _work_list_fake(
     q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
-    page_size, num_q_heads, num_kv_heads, head_dim,
+    page_size, num_q_heads, num_kv_heads, head_dim, batch_invariant=False,
 ):  # fmt: skip
     if q_indptr.device.type != "cuda":
         return q_indptr.new_empty(0)
     # As csrc/params.h and csrc/cascade_attention.cu have it: counts, then 12 values an item.
-    num_seqs, num_nodes, num_reads = leaves.shape[0], kv_len.shape[0], readers.shape[0]
+    num_seqs, num_reads = leaves.shape[0], readers.shape[0]
     least = num_reads + num_seqs
-    most = least + num_seqs * (kv_indices.shape[0] * page_size // 128)
+    most = least + num_seqs * (kv_indices.shape[0] * page_size // 64)
     num_states = torch.sym_min(most, torch.sym_max(least, 8192))  # no guard on which it is
-    counts = 8 + 2 * num_nodes + 1 + 2 * (num_seqs + 1) + 2 * num_reads
+    counts = 8 + 2 * (num_seqs + 1) + 2 * num_reads
     return q_indptr.new_empty((counts + 3) // 4 * 4 + 12 * num_states * num_kv_heads)
 
 
@@ -298,7 +302,7 @@ define(
 )
 define(
     f"work_list({_NODES}, Tensor leaves, {_READERS}, int page_size, int num_q_heads, "
-    "int num_kv_heads, int head_dim) -> Tensor",
+    "int num_kv_heads, int head_dim, bool batch_invariant=False) -> Tensor",
     implementation=_work_list,
     fake=_work_list_fake,
 )

@@ -1,0 +1,146 @@
+// Into how many KV splits a node is cut.
+//
+// Balanced, the default: of kNumCandidates lengths the one whose launch is estimated to be the
+// shortest, one for the nodes that matrix warps read and one for those that leaf warps read.
+// Batch invariant: a function of the node and the head count alone, so that a row's bits do not
+// depend on its companions; unless the scratch is full and splits double.
+//
+// A split is named by one number in the header: tokens or, below 0, ~(how often the batch invariant
+// length is doubled). What is estimated is rough, and only compared. Pure functions of numbers.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace hf_cascade {
+
+constexpr int kSplitUnit = 64;  // tokens; splits are multiples
+constexpr int kNumCandidates = 32;
+constexpr int kMostCounted = 1 << 26;  // sums stop here: more do not fit any scratch
+
+// What the list depends on beside the tree.
+struct WorkShape {
+  int num_kv_heads;
+  int group_size;
+  int head_dim;
+  int num_ctas;    // of the attention kernel
+  int num_stages;  // of each of them
+  int max_states;  // that the scratch has room for
+  bool batch_invariant;
+};
+
+// ---------------------------------------------------------------------- lengths
+
+// In units: 1, 2, 3, then four an octave to 16384 tokens; the last are for scratch that is small.
+__host__ __device__ constexpr int candidate_units(int i) {
+  if (i < 3) return i + 1;
+  const int octave = (i - 3) / 4, quarter = (i - 3) % 4;
+  if (i <= 27) return (4 + quarter) << octave;
+  return i == 31 ? 1 << 24 : 512 << (2 * (i - 28));
+}
+
+// Division by a candidate, which is below 256 units or a power of two: exact to 2^24 units.
+struct UnitDivider {
+  uint32_t units, factor;
+
+  __host__ __device__ explicit UnitDivider(int candidate)
+      : units(candidate_units(candidate)),
+        factor(static_cast<uint32_t>(((uint64_t{1} << 32) + units - 1) / units)) {}
+
+  __host__ __device__ int ceil(int value) const {
+    if (units == 1) return value;
+    return static_cast<int>((uint64_t{value + units - 1} * factor) >> 32);
+  }
+};
+
+__host__ __device__ inline int units_of(int kv_len) { return ceil_div(kv_len, kSplitUnit); }
+
+constexpr int kMinSplit = 256;       // tokens; half of it where kv heads are few
+constexpr int kLongSplit = 1024;     // tokens; from here on more items pay more than fewer states
+constexpr int kMinLeafSplits = 8;    // of a leaf, as far as they are no shorter than kMinSplit
+constexpr int kLongestSplit = 4096;  // tokens; longer ones leave CTAs idle at the end
+
+// The batch invariant length.
+__host__ __device__ inline int invariant_length(int kv_len, int num_kv_heads, int doublings,
+                                                bool is_leaf) {
+  // For a lone sequence 64 items; 128 if they stay long.
+  const int64_t work = int64_t{kv_len} * num_kv_heads;
+  const int64_t of_64 = (work / 64 + 63) / 64 * 64, of_128 = (work / 128 + 63) / 64 * 64;
+  const int64_t shortest = num_kv_heads >= 8 ? kMinSplit : kMinSplit / 2;
+  int64_t length = of_64 <= kLongSplit ? of_64 : of_128 < kLongSplit ? kLongSplit : of_128;
+  length = length < shortest ? shortest : length > kLongestSplit ? kLongestSplit : length;
+  // One warp walks a leaf's split: many steps are long to wait for.
+  const int64_t longest = kv_len / kMinLeafSplits > kMinSplit ? kv_len / kMinLeafSplits : kMinSplit;
+  if (is_leaf && length > longest) length = (longest + 63) / 64 * 64;
+  length <<= doublings;
+  return static_cast<int>(length < (1 << 30) ? length : (1 << 30));
+}
+
+// Tokens of one KV split of a node; the last one may be shorter.
+__host__ __device__ inline int split_length(int kv_len, int split, int num_kv_heads, bool is_leaf) {
+  if (split < 0) return invariant_length(kv_len, num_kv_heads, ~split, is_leaf);
+  const int units = units_of(kv_len), splits = ceil_div(units, split / kSplitUnit);
+  return splits < 2 ? kSplitUnit * (units > 1 ? units : 1) : kSplitUnit * ceil_div(units, splits);
+}
+
+__host__ __device__ inline int num_splits(int kv_len, int split, int num_kv_heads, bool is_leaf) {
+  return ceil_div(kv_len, split_length(kv_len, split, num_kv_heads, is_leaf));
+}
+
+// ---------------------------------------------------------------------- who reads a node
+
+// Of one reader, by leaf warps: the matrix units' 128 rows would nearly all be empty.
+__host__ __device__ inline bool is_single(int num_readers, const WorkShape& shape) {
+  return num_readers == 1 && shape.group_size <= kMaxLeafRows && !shape.batch_invariant;
+}
+
+__host__ __device__ inline bool leaf_warps_read_leaves(const WorkShape& shape) {
+  return shape.group_size <= kMaxLeafRows;
+}
+
+// ---------------------------------------------------------------------- estimates
+
+constexpr float kTileUs = 0.8f;          // matrix warps, for 64 tokens
+constexpr float kSharedItemTiles = 3.f;  // start and end of an item, in such tiles
+constexpr float kLeafUnitUs = 0.9f;      // a leaf warp, for 64 tokens
+constexpr float kLeafItemUs = 1.5f;      // start and end of an item
+constexpr float kBytesPerUs = 4.4e6f;
+
+// What the nodes that one kind of warp reads add up to.
+struct NodeTotals {
+  int units;    // of every (node, query tile, kv head)
+  int longest;  // units of a node
+};
+
+__host__ __device__ inline float at_least(float a, float b) { return a > b ? a : b; }
+
+// Writing and reading the partial states.
+__host__ __device__ inline float merge_us(int num_states, const WorkShape& shape) {
+  const float row = 8.f * shape.head_dim;  // float32, written and read
+  return num_states * row * (shape.num_kv_heads * shape.group_size) / kBytesPerUs;
+}
+
+__host__ __device__ inline float shared_us(int num_items, int split_units, NodeTotals nodes,
+                                           const WorkShape& shape) {
+  if (num_items == 0) return 0.f;
+  const int longest = split_units < nodes.longest ? split_units : nodes.longest;
+  const float mean = kSharedItemTiles + static_cast<float>(nodes.units) / num_items;
+  const float all = ceil_div(num_items, shape.num_ctas) * mean;
+  return kTileUs * at_least(all, kSharedItemTiles + longest);
+}
+
+__host__ __device__ inline float leaf_memory_us(NodeTotals nodes, const WorkShape& shape) {
+  return static_cast<float>(nodes.units) * kSplitUnit * 4.f * shape.head_dim / kBytesPerUs;
+}
+
+__host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTotals nodes,
+                                         const WorkShape& shape) {
+  if (num_items == 0) return 0.f;
+  const int longest = split_units < nodes.longest ? split_units : nodes.longest;
+  const float mean = kLeafItemUs + kLeafUnitUs * nodes.units / num_items;
+  const float all = ceil_div(num_items, kLeafWarps * shape.num_ctas) * mean;
+  const float last = kLeafItemUs + kLeafUnitUs * longest;
+  // Where memory is the limit warps do not end at the same time: half an item is lost.
+  return at_least(at_least(all, last), leaf_memory_us(nodes, shape) + last / 2);
+}
+
+}  // namespace hf_cascade

@@ -1,0 +1,38 @@
+// How the stages of a CTA of the attention kernel are divided. Knows CUDA only.
+#pragma once
+
+#include "tiles.cuh"
+
+namespace hf_cascade {
+
+constexpr int kMostStages = 6;
+constexpr int kControlBytes = 3 * 1024;  // what a CTA shares beside the stages and q
+
+__host__ __device__ constexpr int row_panels(int head_dim) { return (head_dim + 63) / 64; }
+
+// K and V of one tile, in rows of whole panels of 128 bytes.
+__host__ __device__ constexpr int stage_bytes(int head_dim) {
+  return 2 * kv_tile_rows(head_dim) * row_panels(head_dim) * 128;
+}
+
+// Stages that a CTA has room for beside q, in so many bytes of shared memory.
+__host__ __device__ constexpr int num_stages(int head_dim, int shared_bytes) {
+  const int queries = kRowsPerTile * row_panels(head_dim) * 128;
+  const int found = (shared_bytes - queries - kControlBytes) / stage_bytes(head_dim);
+  return found > kMostStages ? kMostStages : found;
+}
+
+// Stages for the matrix warps; the others are the leaf warps'. Half of them, or one to the side
+// that has more to do.
+__host__ __device__ constexpr int shared_stages(int num_stages, int num_shared_items,
+                                                int num_leaf_items, float shared_us,
+                                                float leaf_us) {
+  if (num_shared_items == 0) return 0;
+  if (num_leaf_items == 0) return num_stages;
+  int stages = (num_stages + 1) / 2;
+  if (shared_us > 2 * leaf_us) ++stages;
+  if (leaf_us > 4 * shared_us) --stages;
+  return stages < 1 ? 1 : stages >= num_stages ? num_stages - 1 : stages;
+}
+
+}  // namespace hf_cascade

@@ -1,0 +1,139 @@
+// Which item has which number: matrix warps' nodes one after the other, then nodes of one reader,
+// then leaves. Knows CUDA only.
+#pragma once
+
+#include "params.h"
+#include "split_rule.cuh"
+
+namespace hf_cascade {
+
+// What is found of the tree on the way to the items, in shared memory where it fits. A shared node
+// is one that has readers and tokens; they are numbered in the order of the nodes.
+struct ListTables {
+  int32_t* shared_nodes;   // [N], of which num_shared_nodes are set
+  int32_t* shared_ranks;   // [N + 1], shared nodes before node n
+  int32_t* splits;         // [N], of the i-th shared node
+  int32_t* matrix_items;   // [N + 1], items of the shared nodes before the i-th, of those that
+  int32_t* single_items;   // [N + 1]   matrix warps read, and of those that leaf warps read
+  int32_t* read_states;    // [num_reads], states of its sequence before a read's, -1: an empty node
+  int32_t* prefix_states;  // [B], states of a sequence's prefix
+  int32_t* path_indptr;    // [B + 1], states (not decoding: prefix nodes) before b's
+  int32_t* leaf_states;    // [B + 1], states of the leaves (not decoding: items) before b's
+  uint32_t* read_bits;     // [num_shared_nodes, ceil(B / 32)], sequences that read a shared node
+  int32_t* first_reads;    // the same, the first of these reads
+  int32_t num_seq_words;   // ceil(B / 32)
+  int32_t num_shared_nodes;
+};
+
+// Places the tables at `memory`, null to count; returns the words that they take.
+__host__ __device__ inline int64_t place_tables(ListTables& tables, int32_t* memory, int num_seqs,
+                                                int num_nodes, int num_reads) {
+  int64_t used = 0;
+  const auto place = [&](int64_t length) {
+    int32_t* placed = memory ? memory + used : nullptr;
+    used += length;
+    return placed;
+  };
+  const int most_shared = num_nodes < num_reads ? num_nodes : num_reads;
+  tables.num_seq_words = ceil_div(num_seqs, 32);
+  tables.num_shared_nodes = 0;
+  tables.shared_nodes = place(num_nodes);
+  tables.shared_ranks = place(num_nodes + 1);
+  tables.splits = place(num_nodes);
+  tables.matrix_items = place(num_nodes + 1);
+  tables.single_items = place(num_nodes + 1);
+  tables.read_states = place(num_reads);
+  tables.prefix_states = place(num_seqs);
+  tables.path_indptr = place(num_seqs + 1);
+  tables.leaf_states = place(num_seqs + 1);
+  tables.read_bits =
+      reinterpret_cast<uint32_t*>(place(int64_t{most_shared} * tables.num_seq_words));
+  tables.first_reads = place(int64_t{most_shared} * tables.num_seq_words);
+  return used;
+}
+
+__host__ __device__ inline int num_readers_of(const TreeParams& tree, int node) {
+  return tree.reader_indptr ? tree.reader_indptr[node + 1] - tree.reader_indptr[node] : 0;
+}
+
+__host__ __device__ inline int leaf_length(const TreeParams& tree, int seq) {
+  return tree.leaves ? tree.kv_len[tree.leaves[seq]] : 0;
+}
+
+// Items of one split of a shared node that matrix warps read.
+__host__ __device__ inline int num_columns(int num_readers, const WorkShape& shape) {
+  return ceil_div(num_readers, tokens_per_tile(shape.group_size)) * shape.num_kv_heads;
+}
+
+// The KV of an item: one split of a node.
+__host__ __device__ inline void set_range(Item& item, const TreeParams& tree, int node, int split,
+                                          int length) {
+  const int begin = split * length, rest = tree.kv_len[node] - begin;
+  if (rest <= 0) return;  // a node without tokens may have no pages to look at
+  item.begin_slot = tree.first_slot[node] + begin;
+  item.end_slot = item.begin_slot + (rest < length ? rest : length);
+  item.pages = tree.kv_indptr[node];
+}
+
+// The one token of an item, and where its state goes: the `state`-th of its sequence.
+__host__ __device__ inline void set_token(Item& item, const TreeParams& tree,
+                                          const ListTables& tables, int seq, int state) {
+  const int token = tree.q_indptr[seq], begin = tables.path_indptr[seq];
+  const bool has_query = tree.q_indptr[seq + 1] > token;
+  const bool is_lone = tables.path_indptr[seq + 1] - begin == 1;
+  item.first_read = -1;
+  item.num_tokens = 1;
+  item.token = has_query ? token : -1;
+  item.target = !has_query ? kNowhere : is_lone ? ~token : begin + state;
+}
+
+// Of a decoding launch, the `index`-th item. `tree` as in TreeParams, `header` with its splits.
+__host__ __device__ inline Item make_item(int index, const TreeParams& tree,
+                                          const ListTables& tables, const WorkHeader& header,
+                                          const WorkShape& shape) {
+  Item item = {};
+  const int num_shared = tables.num_shared_nodes, heads = shape.num_kv_heads;
+  const int num_matrix_items = tables.matrix_items[num_shared];
+  const int num_single_items = tables.single_items[num_shared];
+  if (index < num_matrix_items) {
+    const int i = find_item(tables.matrix_items, num_shared, index);
+    const int node = tables.shared_nodes[i], first_read = tree.reader_indptr[node];
+    const int num_readers = tree.reader_indptr[node + 1] - first_read;
+    const int tile_tokens = tokens_per_tile(shape.group_size);
+    const int num_tiles = ceil_div(num_readers, tile_tokens);
+    const int rest = index - tables.matrix_items[i];
+    const int before = rest % num_tiles * tile_tokens, column = rest / num_tiles;
+    item.head = column % heads;
+    item.split = column / heads;
+    item.first_read = first_read + before;
+    item.num_tokens = tile_tokens < num_readers - before ? tile_tokens : num_readers - before;
+    set_range(item, tree, node, item.split,
+              split_length(tree.kv_len[node], header.shared_split, heads, false));
+    return item;
+  }
+  index -= num_matrix_items;
+  if (index < num_single_items) {
+    const int i = find_item(tables.single_items, num_shared, index);
+    const int node = tables.shared_nodes[i], read = tree.reader_indptr[node];
+    const int rest = index - tables.single_items[i], split = rest / heads;
+    item.head = rest % heads;
+    set_token(item, tree, tables, tree.readers[read], tables.read_states[read] + split);
+    set_range(item, tree, node, split,
+              split_length(tree.kv_len[node], header.leaf_split, heads, false));
+    return item;
+  }
+  index -= num_single_items;
+  const int state = index / heads;
+  const int seq = find_item(tables.leaf_states, tree.num_seqs, state);
+  const int split = state - tables.leaf_states[seq];
+  item.head = index % heads;
+  set_token(item, tree, tables, seq, tables.prefix_states[seq] + split);
+  if (tree.leaves) {
+    const int node = tree.leaves[seq];
+    set_range(item, tree, node, split,
+              split_length(tree.kv_len[node], header.leaf_split, heads, true));
+  }
+  return item;
+}
+
+}  // namespace hf_cascade
