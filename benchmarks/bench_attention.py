@@ -1,14 +1,16 @@
 """How fast `cascade_attention` is, against the floor that memory and matrix units set.
 
-    python benchmarks/bench_attention.py --grid quick|full
+    python benchmarks/bench_attention.py --grid quick|full [--peers]
 
 Measures the roofs of this card first (read bandwidth, a bf16 matmul), checks each shape's answer
 against float32 torch, then times replays of a CUDA graph that decodes one step in several layers,
 KV rotated past four times the L2, median of the replays. A step makes its work list once for all
 layers: `us` has a layer's share of it, `list_us` is the list alone.
 
-The peers' times (benchmarks/results/peers_h200_grid.csv) were measured earlier on the same kind of
-card by the same method: FlashInfer 0.5.3 (best of six compositions) and vLLM 0.2.6 PagedAttention.
+`--peers` times FlashInfer's compositions (flashinfer_peers.py) beside ours, in shuffled order.
+Without it the peers' times are those of benchmarks/results/peers_h200_grid.csv, measured earlier on
+the same kind of card by the same method: FlashInfer 0.5.3 (best of six compositions) and vLLM 0.2.6
+PagedAttention. The CSV's first line says which.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import csv
 import datetime
 import os
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -237,7 +240,9 @@ def measure_roofs() -> Roofs:
     return Roofs(data.nbytes / read_us, 2 * 8192**3 / matmul_us)
 
 
-def replay_us(run: Callable[[], object], per_replay: int, replays: int = 25) -> float:
+def replay_us(
+    run: Callable[[], object], per_replay: int, replays: int = 25, awake_s: float = 0.1
+) -> float:
     """Median microseconds of a captured run, divided by per_replay."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -248,7 +253,7 @@ def replay_us(run: Callable[[], object], per_replay: int, replays: int = 25) -> 
     with torch.cuda.graph(graph):
         run()
     # An idle card clocks down: small shapes need it awake.
-    awake = time.monotonic() + 0.1
+    awake = time.monotonic() + awake_s
     while time.monotonic() < awake:
         graph.replay()
         torch.cuda.synchronize()
@@ -263,12 +268,25 @@ def replay_us(run: Callable[[], object], per_replay: int, replays: int = 25) -> 
     return statistics.median(times) / per_replay
 
 
-def peers() -> dict[str, dict[str, str]]:
-    path = RESULTS / "peers_h200_grid.csv"
-    with path.open() as file:
+def race(step: Step, rivals: dict[str, Callable[[], None]], replays: int) -> dict[str, float]:
+    """Microseconds a layer of "ours" and of each rival's step, timed in shuffled order.
+
+    A rival's is the median of `replays` replays, few, as the rivals are many.
+    """
+    runs, times = {"ours": step.run} | rivals, {}
+    for name in random.sample(list(runs), len(runs)):
+        pace = (25, 0.1) if name == "ours" else (replays, 0.02)
+        times[name] = replay_us(runs[name], step.num_layers, *pace)
+    return times
+
+
+def earlier_peers() -> dict[str, float]:
+    """Microseconds of FlashInfer's best composition by shape, from an earlier run."""
+    with (RESULTS / "peers_h200_grid.csv").open() as file:
         return {
-            f"{row['b']}x{row['lp']}+{row['ls']} {row['hq']}/{row['hk']}": row
+            f"{row['b']}x{row['lp']}+{row['ls']} {row['hq']}/{row['hk']}": float(row["best_fi"])
             for row in csv.DictReader(file)
+            if row["best_fi"]
         }
 
 
@@ -276,14 +294,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--grid", choices=("quick", "full"), default="quick")
     parser.add_argument("--only", help="a part of the shape's name")
+    parser.add_argument(
+        "--peers", nargs="?", type=int, const=5, default=0, metavar="N",
+        help="time FlashInfer in this run too, N replays a composition (default 5)",
+    )  # fmt: skip
     arguments = parser.parse_args()
+    peers, source = None, "FlashInfer's times from peers_h200_grid.csv, an earlier run"
+    if arguments.peers:
+        try:
+            import flashinfer_peers as peers
+        except ImportError as missing:
+            parser.error(f"--peers needs flashinfer-python and apache-tvm-ffi: {missing}")
+        source = f"FlashInfer {peers.VERSION} timed in this run"
     status = kernels.load()
     properties = torch.cuda.get_device_properties(0)
-    print(f"# {properties.name}, torch {torch.__version__}, {status.reason}")
+    print(f"# {properties.name}, torch {torch.__version__}, {status.reason}; {source}")
     roofs = measure_roofs()
     print(f"# reads {roofs.bytes_per_us / 1e6:.2f} TB/s, matmul {roofs.flops_per_us / 1e6:.0f}"
           f" TFLOP/s; head_dim {HEAD_DIM}, page_size {PAGE_SIZE}, {DTYPE}")  # fmt: skip
-    others, rows = peers(), []
+    earlier, rows = earlier_peers(), []
     print(f"{'shape':28} {'mem':>7} {'comp':>7} {'us':>8} {'x floor':>7} {'list':>6} "
           f"{'best FI':>8} {'FI/us':>6} {'GB/s':>6} {'TF/s':>5} {'error':>8}")  # fmt: skip
     for shape in grid(arguments.grid):
@@ -292,35 +321,41 @@ def main() -> None:
         step = build(shape, properties.L2_cache_size)
         wrong = error(step, shape)
         memory, compute = shape.floor_us(roofs)
-        us = replay_us(step.run, step.num_layers)
+        rivals = peers.contenders(shape, step, step.layer(0, step.work())[0]) if peers else {}
+        times = race(step, rivals, arguments.peers)
+        us = times.pop("ours")
         list_us = replay_us(step.work, 1)
         floor = max(memory, compute)
-        best = float(others.get(shape.name, {}).get("best_fi") or "nan")
+        nan = float("nan")
+        best = min(times.values(), default=nan) if peers else earlier.get(shape.name, nan)
         rows.append(
             {
                 "shape": shape.name, "mem_us": memory, "compute_us": compute, "us": us,
                 "list_us": list_us, "layers": step.num_layers, "floor_ratio": us / floor,
                 "best_fi_us": best, "speedup": best / us, "error": wrong,
             }
+            | {f"fi_{name}": times.get(name, nan) for name in (peers.NAMES if peers else ())}
         )  # fmt: skip
         print(f"{shape.name:28} {memory:7.1f} {compute:7.1f} {us:8.1f} {us / floor:7.2f} "
               f"{list_us:6.1f} {best:8.1f} {best / us:6.2f} "
               f"{memory * roofs.bytes_per_us / us / 1e3:6.0f} "
-              f"{compute * roofs.flops_per_us / us / 1e6:5.0f} {wrong:8.1e}")  # fmt: skip
-        save(rows, arguments.grid, properties.name, roofs)  # what there is, should we be stopped
-        del step
+              f"{compute * roofs.flops_per_us / us / 1e6:5.0f} {wrong:8.1e}"
+              f"  {min(times, key=times.__getitem__, default='')}")  # fmt: skip
+        # What there is, should we be stopped.
+        save(rows, arguments.grid, f"{properties.name} torch {torch.__version__}", roofs, source)
+        del step, rivals
         torch.cuda.empty_cache()
     summarize(rows)
 
 
-def save(rows: list[dict], which: str, card: str, roofs: Roofs) -> None:
+def save(rows: list[dict], which: str, card: str, roofs: Roofs, source: str) -> None:
     folder = Path(os.environ.get("OUT", RESULTS))
     path = folder / f"attention_{which}.csv"
     stamp = datetime.datetime.now(datetime.timezone.utc).date()
     with path.open("w", newline="") as file:
         file.write(
-            f"# {stamp} {card} torch {torch.__version__} reads {roofs.bytes_per_us / 1e6:.2f} TB/s"
-            f" matmul {roofs.flops_per_us / 1e6:.0f} TFLOP/s\n"
+            f"# {stamp} {card} reads {roofs.bytes_per_us / 1e6:.2f} TB/s"
+            f" matmul {roofs.flops_per_us / 1e6:.0f} TFLOP/s; {source}\n"
         )
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()

@@ -1,6 +1,6 @@
 """Everything about the CUDA kernels that needs a GPU, in one call: are they right, are they fast.
 
-    python benchmarks/gpu_check.py [--tests] [--bench quick|full] [--sanitize]
+    python benchmarks/gpu_check.py [--tests] [--bench quick|full [--peers]] [--sanitize]
 
 Runs from a checkout without installing it, next to a library that was built elsewhere
 (`python ops/kernels.py`). Results go to $OUT if set, else to benchmarks/results/.
@@ -22,6 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tests", action="store_true", help="tests/test_kernels*.py")
     parser.add_argument("--bench", choices=("quick", "full"), help="benchmarks/bench_attention.py")
+    parser.add_argument("--peers", action="store_true", help="time FlashInfer in the same run")
     parser.add_argument("--sanitize", action="store_true", help="tests under compute-sanitizer")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -51,6 +52,7 @@ def run_checks(arguments: argparse.Namespace, folder: str) -> int:
     if arguments.bench:
         bench = ROOT / "benchmarks" / "bench_attention.py"
         commands.append([sys.executable, str(bench), "--grid", arguments.bench])
+        commands[-1] += ["--peers"] if arguments.peers else []
     if arguments.sanitize:
         for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
             commands.append(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests])
