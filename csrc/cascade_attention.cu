@@ -141,6 +141,7 @@ Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_
   WorkShape shape = {};
   shape.num_kv_heads = static_cast<int>(num_kv_heads);
   shape.group_size = static_cast<int>(num_q_heads / num_kv_heads);
+  shape.tile_tokens = tokens_per_tile(shape.group_size);
   shape.head_dim = static_cast<int>(head_dim);
   shape.num_ctas = device_attribute(cudaDevAttrMultiProcessorCount);
   shape.num_stages = stages_of(head_dim);

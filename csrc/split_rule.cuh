@@ -21,6 +21,7 @@ constexpr int kMostCounted = 1 << 26;  // sums stop here: more do not fit any sc
 struct WorkShape {
   int num_kv_heads;
   int group_size;
+  int tile_tokens;  // query tokens of an item of matrix warps, at most
   int head_dim;
   int num_ctas;    // of the attention kernel
   int num_stages;  // of each of them
@@ -78,8 +79,9 @@ __host__ __device__ inline int invariant_length(int kv_len, int num_kv_heads, in
 // Tokens of one KV split of a node; the last one may be shorter.
 __host__ __device__ inline int split_length(int kv_len, int split, int num_kv_heads, bool is_leaf) {
   if (split < 0) return invariant_length(kv_len, num_kv_heads, ~split, is_leaf);
-  const int units = units_of(kv_len), splits = ceil_div(units, split / kSplitUnit);
-  return splits < 2 ? kSplitUnit * (units > 1 ? units : 1) : kSplitUnit * ceil_div(units, splits);
+  const int units = units_of(kv_len), most = split / kSplitUnit;
+  if (units <= most) return kSplitUnit * (units > 1 ? units : 1);
+  return kSplitUnit * ceil_div(units, ceil_div(units, most));  // equal ones
 }
 
 __host__ __device__ inline int num_splits(int kv_len, int split, int num_kv_heads, bool is_leaf) {
@@ -103,6 +105,7 @@ constexpr float kTileUs = 0.8f;          // matrix warps, for 64 tokens
 constexpr float kSharedItemTiles = 3.f;  // start and end of an item, in such tiles
 constexpr float kLeafUnitUs = 0.9f;      // a leaf warp, for 64 tokens
 constexpr float kLeafItemUs = 1.5f;      // start and end of an item
+constexpr float kMergeStateUs = 0.05f;   // a warp merges 16 states of a row in 0.8 us
 constexpr float kBytesPerUs = 4.4e6f;
 
 // What the nodes that one kind of warp reads add up to.
@@ -113,10 +116,13 @@ struct NodeTotals {
 
 __host__ __device__ inline float at_least(float a, float b) { return a > b ? a : b; }
 
-// Writing and reading the partial states.
-__host__ __device__ inline float merge_us(int num_states, const WorkShape& shape) {
-  const float row = 8.f * shape.head_dim;  // float32, written and read
-  return num_states * row * (shape.num_kv_heads * shape.group_size) / kBytesPerUs;
+// Writing and reading the partial states, and for a row the trips to those of its longest node.
+__host__ __device__ inline float merge_us(int num_states, int split_units, NodeTotals nodes,
+                                          const WorkShape& shape) {
+  const float state_bytes = 8.f * shape.head_dim * (shape.num_kv_heads * shape.group_size);
+  const float trips =
+      nodes.longest <= split_units ? 0.f : kMergeStateUs * nodes.longest / split_units;
+  return num_states * state_bytes / kBytesPerUs + trips;
 }
 
 __host__ __device__ inline float shared_us(int num_items, int split_units, NodeTotals nodes,

@@ -13,10 +13,12 @@ struct ListTables {
   int32_t* shared_nodes;   // [N], of which num_shared_nodes are set
   int32_t* shared_ranks;   // [N + 1], shared nodes before node n
   int32_t* splits;         // [N], of the i-th shared node
+  int32_t* lengths;        // [N], tokens of each of them
   int32_t* matrix_items;   // [N + 1], items of the shared nodes before the i-th, of those that
   int32_t* single_items;   // [N + 1]   matrix warps read, and of those that leaf warps read
   int32_t* read_states;    // [num_reads], states of its sequence before a read's, -1: an empty node
   int32_t* prefix_states;  // [B], states of a sequence's prefix
+  int32_t* leaf_lengths;   // [B], tokens of a split of the leaf
   int32_t* path_indptr;    // [B + 1], states (not decoding: prefix nodes) before b's
   int32_t* leaf_states;    // [B + 1], states of the leaves (not decoding: items) before b's
   uint32_t* read_bits;     // [num_shared_nodes, ceil(B / 32)], sequences that read a shared node
@@ -40,10 +42,12 @@ __host__ __device__ inline int64_t place_tables(ListTables& tables, int32_t* mem
   tables.shared_nodes = place(num_nodes);
   tables.shared_ranks = place(num_nodes + 1);
   tables.splits = place(num_nodes);
+  tables.lengths = place(num_nodes);
   tables.matrix_items = place(num_nodes + 1);
   tables.single_items = place(num_nodes + 1);
   tables.read_states = place(num_reads);
   tables.prefix_states = place(num_seqs);
+  tables.leaf_lengths = place(num_seqs);
   tables.path_indptr = place(num_seqs + 1);
   tables.leaf_states = place(num_seqs + 1);
   tables.read_bits =
@@ -62,7 +66,7 @@ __host__ __device__ inline int leaf_length(const TreeParams& tree, int seq) {
 
 // Items of one split of a shared node that matrix warps read.
 __host__ __device__ inline int num_columns(int num_readers, const WorkShape& shape) {
-  return ceil_div(num_readers, tokens_per_tile(shape.group_size)) * shape.num_kv_heads;
+  return ceil_div(num_readers, shape.tile_tokens) * shape.num_kv_heads;
 }
 
 // The KV of an item: one split of a node.
@@ -87,10 +91,9 @@ __host__ __device__ inline void set_token(Item& item, const TreeParams& tree,
   item.target = !has_query ? kNowhere : is_lone ? ~token : begin + state;
 }
 
-// Of a decoding launch, the `index`-th item. `tree` as in TreeParams, `header` with its splits.
+// Of a decoding launch, the `index`-th item.
 __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
-                                          const ListTables& tables, const WorkHeader& header,
-                                          const WorkShape& shape) {
+                                          const ListTables& tables, const WorkShape& shape) {
   Item item = {};
   const int num_shared = tables.num_shared_nodes, heads = shape.num_kv_heads;
   const int num_matrix_items = tables.matrix_items[num_shared];
@@ -99,7 +102,7 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
     const int i = find_item(tables.matrix_items, num_shared, index);
     const int node = tables.shared_nodes[i], first_read = tree.reader_indptr[node];
     const int num_readers = tree.reader_indptr[node + 1] - first_read;
-    const int tile_tokens = tokens_per_tile(shape.group_size);
+    const int tile_tokens = shape.tile_tokens;
     const int num_tiles = ceil_div(num_readers, tile_tokens);
     const int rest = index - tables.matrix_items[i];
     const int before = rest % num_tiles * tile_tokens, column = rest / num_tiles;
@@ -107,8 +110,7 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
     item.split = column / heads;
     item.first_read = first_read + before;
     item.num_tokens = tile_tokens < num_readers - before ? tile_tokens : num_readers - before;
-    set_range(item, tree, node, item.split,
-              split_length(tree.kv_len[node], header.shared_split, heads, false));
+    set_range(item, tree, node, item.split, tables.lengths[i]);
     return item;
   }
   index -= num_matrix_items;
@@ -118,8 +120,7 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
     const int rest = index - tables.single_items[i], split = rest / heads;
     item.head = rest % heads;
     set_token(item, tree, tables, tree.readers[read], tables.read_states[read] + split);
-    set_range(item, tree, node, split,
-              split_length(tree.kv_len[node], header.leaf_split, heads, false));
+    set_range(item, tree, node, split, tables.lengths[i]);
     return item;
   }
   index -= num_single_items;
@@ -128,11 +129,7 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
   const int split = state - tables.leaf_states[seq];
   item.head = index % heads;
   set_token(item, tree, tables, seq, tables.prefix_states[seq] + split);
-  if (tree.leaves) {
-    const int node = tree.leaves[seq];
-    set_range(item, tree, node, split,
-              split_length(tree.kv_len[node], header.leaf_split, heads, true));
-  }
+  if (tree.leaves) set_range(item, tree, tree.leaves[seq], split, tables.leaf_lengths[seq]);
   return item;
 }
 

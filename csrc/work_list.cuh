@@ -19,40 +19,73 @@ namespace hf_cascade {
 
 constexpr int kWorkListThreads = 1024;
 constexpr int kWorkListWarps = kWorkListThreads / 32;
-constexpr int kItemsPerThread = 2;  // most of them, where so many CTAs are worth it
 constexpr int kMostListCtas = 64;
 constexpr int kStaticBytes = 8 * 1024;  // at most, of shared memory, beside the tables
 
 // ---------------------------------------------------------------------- inputs
 
-// Places copies of the arrays that are looked into more than once at `memory`, each made by `step`
-// threads of which this is number `first`; null: counts only. Returns the words that they take.
-__host__ __device__ inline int64_t stage_tree(TreeParams& tree, int32_t* memory, int first,
-                                              int step) {
-  int64_t used = 0;
-  const auto stage = [&](const int32_t*& values, int length) {
-    if (!values) return;
-    if (memory) {
-      int32_t* const copy = memory + used;
-      for (int i = first; i < length; i += step) copy[i] = values[i];
-      values = copy;
+constexpr int kNumInputs = 7;
+constexpr int kLoadsAtOnce = 8;
+
+// The arrays that are looked into more than once, as they lie one after the other in a copy.
+struct Inputs {
+  const int32_t* values[kNumInputs];
+  int32_t begins[kNumInputs + 1];  // of each in the copy, and the end
+};
+
+__host__ __device__ inline Inputs find_inputs(const TreeParams& tree) {
+  Inputs inputs = {{tree.q_indptr, tree.kv_indptr, tree.kv_len, tree.first_slot, tree.leaves,
+                    tree.reader_indptr, tree.readers},
+                   {}};
+  const int lengths[kNumInputs] = {tree.num_seqs + 1, tree.num_nodes, tree.num_nodes,
+                                   tree.num_nodes,    tree.num_seqs,  tree.num_nodes + 1,
+                                   tree.num_reads};
+  for (int k = 0; k < kNumInputs; ++k) {
+    inputs.begins[k + 1] = inputs.begins[k] + (inputs.values[k] ? lengths[k] : 0);
+  }
+  return inputs;
+}
+
+// The tree with its arrays copied to `memory`, by the whole CTA. A thread's loads are under way
+// together: one after the other they would take longer than all the rest.
+__device__ inline TreeParams copy_tree(TreeParams tree, const Inputs& inputs, int32_t* memory) {
+  for (int start = threadIdx.x; start < inputs.begins[kNumInputs];
+       start += kLoadsAtOnce * kWorkListThreads) {
+    int32_t loaded[kLoadsAtOnce];
+#pragma unroll
+    for (int j = 0; j < kLoadsAtOnce; ++j) {
+      const int i = start + j * kWorkListThreads;
+      if (i >= inputs.begins[kNumInputs]) break;
+      const int32_t* source = inputs.values[0] + i;
+#pragma unroll
+      for (int k = 1; k < kNumInputs; ++k) {
+        if (i >= inputs.begins[k]) source = inputs.values[k] + (i - inputs.begins[k]);
+      }
+      loaded[j] = *source;
     }
-    used += length;
+#pragma unroll
+    for (int j = 0; j < kLoadsAtOnce; ++j) {
+      const int i = start + j * kWorkListThreads;
+      if (i < inputs.begins[kNumInputs]) memory[i] = loaded[j];
+    }
+  }
+  const auto copy_of = [&](int k) {
+    return inputs.values[k] ? memory + inputs.begins[k] : nullptr;
   };
-  stage(tree.q_indptr, tree.num_seqs + 1);
-  stage(tree.kv_indptr, tree.num_nodes);
-  stage(tree.kv_len, tree.num_nodes);
-  stage(tree.first_slot, tree.num_nodes);
-  stage(tree.leaves, tree.num_seqs);
-  stage(tree.reader_indptr, tree.num_nodes + 1);
-  stage(tree.readers, tree.num_reads);
-  return used;
+  tree.q_indptr = copy_of(0);
+  tree.kv_indptr = copy_of(1);
+  tree.kv_len = copy_of(2);
+  tree.first_slot = copy_of(3);
+  tree.leaves = copy_of(4);
+  tree.reader_indptr = copy_of(5);
+  tree.readers = copy_of(6);
+  return tree;
 }
 
 // Words of shared memory that the kernel takes to work there.
-inline int64_t list_words(TreeParams tree) {
+inline int64_t list_words(const TreeParams& tree) {
   ListTables tables;
-  return stage_tree(tree, nullptr, 0, 1) +
+  return find_inputs(tree).begins[kNumInputs] +
          place_tables(tables, nullptr, tree.num_seqs, tree.num_nodes, tree.num_reads);
 }
 
@@ -139,34 +172,42 @@ __device__ inline int find_cheapest(float cost) {
   return __ffs(__ballot_sync(~0u, bits == least)) - 1;
 }
 
-// By one warp: the splits, and the stages that go with them.
-__device__ inline void choose_splits(WorkHeader& header, const CandidateSums& sums,
-                                     const WorkShape& shape) {
+// The splits, and how long the two kinds of warp take with them.
+struct SplitChoice {
+  int32_t shared_split, leaf_split;
+  float shared_us, leaf_us;
+};
+
+// By one warp.
+__device__ inline SplitChoice choose_splits(const CandidateSums& sums, const WorkShape& shape) {
   const int lane = threadIdx.x % 32, units = candidate_units(lane);
   const int shared_states = sums.shared_states[lane], leaf_states = sums.leaf_states[lane];
   const float shared_time = shared_us(sums.shared_items[lane], units, sums.shared, shape);
   const float leaf_time = leaf_us(sums.leaf_items[lane], units, sums.leaf, shape);
   constexpr float kLastResort = 1e30f;  // the last candidate always fits: one split a node
+  SplitChoice result;
   int shared_choice, leaf_choice;
   if (shape.batch_invariant) {
     const bool fits = shared_states + leaf_states <= shape.max_states || lane == 31;
     shared_choice = leaf_choice = __ffs(__ballot_sync(~0u, fits)) - 1;
-    header.shared_split = header.leaf_split = ~shared_choice;
+    result.shared_split = result.leaf_split = ~shared_choice;
   } else {
     const int least = sums.leaf_states[kNumCandidates - 1];
     const bool shared_fits = shared_states <= shape.max_states - least && lane > 0;
     shared_choice =
-        find_cheapest(shared_fits ? shared_time + merge_us(shared_states, shape) : kLastResort);
+        find_cheapest(shared_fits ? shared_time + merge_us(shared_states, units, sums.shared, shape)
+                                  : kLastResort);
     const int left = shape.max_states - sums.shared_states[shared_choice];
-    leaf_choice =
-        find_cheapest(leaf_states <= left ? leaf_time + merge_us(leaf_states, shape) : kLastResort);
+    leaf_choice = find_cheapest(leaf_states <= left
+                                    ? leaf_time + merge_us(leaf_states, units, sums.leaf, shape)
+                                    : kLastResort);
     if (!leaf_warps_read_leaves(shape)) leaf_choice = shared_choice;
-    header.shared_split = kSplitUnit * candidate_units(shared_choice);
-    header.leaf_split = kSplitUnit * candidate_units(leaf_choice);
+    result.shared_split = kSplitUnit * candidate_units(shared_choice);
+    result.leaf_split = kSplitUnit * candidate_units(leaf_choice);
   }
-  header.shared_stages = shared_stages(
-      shape.num_stages, sums.shared_items[shared_choice], sums.leaf_items[leaf_choice],
-      __shfl_sync(~0u, shared_time, shared_choice), leaf_memory_us(sums.leaf, shape));
+  result.shared_us = __shfl_sync(~0u, shared_time, shared_choice);
+  result.leaf_us = leaf_memory_us(sums.leaf, shape);
+  return result;
 }
 
 // ---------------------------------------------------------------------- states
@@ -234,22 +275,23 @@ static __global__ void __launch_bounds__(kWorkListThreads)
                      int32_t* scratch, int32_t* ticket) {
   extern __shared__ int32_t memory[];
   __shared__ CandidateSums sums;
-  __shared__ WorkHeader header;
+  __shared__ SplitChoice choice;
   const int thread = threadIdx.x, num_seqs = given_tree.num_seqs, num_nodes = given_tree.num_nodes;
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
 
-  TreeParams tree = given_tree;
+  const Inputs inputs = find_inputs(given_tree);
+  const TreeParams tree = kFits ? copy_tree(given_tree, inputs, memory) : given_tree;
   ListTables tables;
-  const int64_t staged = kFits ? stage_tree(tree, memory, thread, kWorkListThreads) : 0;
-  place_tables(tables, kFits ? memory + staged : scratch, num_seqs, num_nodes, tree.num_reads);
+  place_tables(tables, kFits ? memory + inputs.begins[kNumInputs] : scratch, num_seqs, num_nodes,
+               tree.num_reads);
   const int64_t num_bit_words = int64_t{min(num_nodes, tree.num_reads)} * tables.num_seq_words;
   for (int64_t i = thread; i < num_bit_words; i += kWorkListThreads) tables.read_bits[i] = 0;
   for (int i = thread; i < static_cast<int>(sizeof(sums) / sizeof(int32_t));
        i += kWorkListThreads) {
     reinterpret_cast<int32_t*>(&sums)[i] = 0;
   }
-  if (thread == 0) header = {};
+  if (thread == 0) choice = {};
   if (blockIdx.x == 0 && thread < 2 && ticket) ticket[thread] = 0;
   __syncthreads();
 
@@ -283,22 +325,21 @@ static __global__ void __launch_bounds__(kWorkListThreads)
     sum_candidates(sums, tree, tables, shape);
     __syncthreads();
     if (thread < 32) {
-      WorkHeader chosen = {};
-      choose_splits(chosen, sums, shape);
-      if (thread == 0) header = chosen;
+      const SplitChoice chosen = choose_splits(sums, shape);
+      if (thread == 0) choice = chosen;
     }
     __syncthreads();
   }
-  const int shared_split = header.shared_split, leaf_split = header.leaf_split;
+  const int shared_split = choice.shared_split, leaf_split = choice.leaf_split;
 
   exclusive_sums<kWorkListThreads>(
       tables.matrix_items, tables.single_items, tables.num_shared_nodes, [&](int i) {
         const Entry entry = find_entry(i, tree, tables, shape);
-        int splits = 1;
-        if (is_decode) {
-          splits = num_splits(entry.kv_len, entry.by_leaf_warps ? leaf_split : shared_split,
-                              shape.num_kv_heads, false);
-        }
+        const int split = entry.by_leaf_warps ? leaf_split : shared_split;
+        const int length =
+            is_decode ? split_length(entry.kv_len, split, shape.num_kv_heads, false) : entry.kv_len;
+        const int splits = ceil_div(entry.kv_len, length);
+        tables.lengths[i] = length;
         tables.splits[i] = splits;
         const int items = splits * entry.columns;
         return entry.by_leaf_warps ? Pair{0, items} : Pair{items, 0};
@@ -312,14 +353,18 @@ static __global__ void __launch_bounds__(kWorkListThreads)
       const int q_len = tree.q_indptr[b + 1] - tree.q_indptr[b];
       return Pair{prefix, num_columns(q_len, shape)};
     }
-    const int leaf = num_splits(leaf_length(tree, b), leaf_split, shape.num_kv_heads, true);
+    const int kv_len = leaf_length(tree, b);
+    const int length = split_length(kv_len, leaf_split, shape.num_kv_heads, true);
+    const int leaf = ceil_div(kv_len, length);
+    tables.leaf_lengths[b] = length;
     // A sequence with nothing to see still needs an item, to write the empty state.
     const int states = prefix + leaf > 0 ? leaf : 1;
     return Pair{prefix + states, states};
   });
 
-  // What is written: each CTA its part.
-  const int first = static_cast<int>(blockIdx.x) * kWorkListThreads + thread;
+  // What is written: each CTA its part, a warp's worth at a time, so that all have some.
+  const int first =
+      (thread / 32 * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x)) * 32 + thread % 32;
   const int step = static_cast<int>(gridDim.x) * kWorkListThreads;
   for (int b = first; b <= num_seqs; b += step) {
     work.path_indptr[b] = tables.path_indptr[b];
@@ -345,30 +390,29 @@ static __global__ void __launch_bounds__(kWorkListThreads)
   const int num_single_items = tables.single_items[tables.num_shared_nodes];
   const int num_leaf_items = tables.leaf_states[num_seqs] * shape.num_kv_heads;
   const int num_items = num_matrix_items + num_single_items + num_leaf_items;
-  if (blockIdx.x == 0 && thread == 0) {
-    WorkHeader result = header;
-    result.is_decode = is_decode;
-    result.shared_are_still = shared_are_still;
-    if (!is_decode) {
-      result.num_shared_items = tables.leaf_states[num_seqs];
-      result.shared_stages = shape.num_stages;
-    } else {
-      result.num_shared_items =
-          num_matrix_items + (leaf_warps_read_leaves(shape) ? 0 : num_leaf_items);
-      result.num_leaf_items = num_items - result.num_shared_items;
-    }
-    *work.header = result;
+  WorkHeader header = {};
+  header.is_decode = is_decode;
+  header.shared_are_still = shared_are_still;
+  header.shared_split = shared_split;
+  header.leaf_split = leaf_split;
+  if (is_decode) {
+    header.num_leaf_items = leaf_warps_read_leaves(shape) ? num_single_items + num_leaf_items : 0;
+    header.num_shared_items = num_items - header.num_leaf_items;
+  } else {
+    header.num_shared_items = tables.leaf_states[num_seqs];
   }
+  header.shared_stages = shared_stages(shape.num_stages, header.num_shared_items,
+                                       header.num_leaf_items, choice.shared_us, choice.leaf_us);
+  if (blockIdx.x == 0 && thread == 0) *work.header = header;
   if (!is_decode) return;
-  const WorkHeader splits = header;
   for (int i = first; i < num_items; i += step) {
-    work.items[i] = make_item(i, tree, tables, splits, shape);
+    work.items[i] = make_item(i, tree, tables, shape);
   }
 }
 
 // CTAs for a list of at most so many items.
 inline int num_list_ctas(int64_t most_items) {
-  const int64_t found = (most_items - 1) / (kItemsPerThread * kWorkListThreads) + 1;
+  const int64_t found = (most_items - 1) / kWorkListThreads + 1;
   return static_cast<int>(found < kMostListCtas ? found : kMostListCtas);
 }
 
