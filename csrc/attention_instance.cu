@@ -1,16 +1,17 @@
 // Compiled once for each head_dim, with -DHF_CASCADE_HEAD_DIM=...
 #include "cascade_attention.cuh"
 #include "checks.h"
+#include "forced_schedule.h"
 #include "launch_attention.h"
 #include "merge_paths.cuh"
 
 namespace hf_cascade {
 namespace {
 
-// The pool as the copy engine sees it: boxes of 16 slots and 64 values of one page and box_heads
-// heads. Values past head_dim (80 and 96 are no multiples of 64) arrive as zeros.
+// The pool as the copy engine sees it: boxes of 16 slots and 64 values of one page and head. Values
+// past head_dim (80 and 96 are no multiples of 64) arrive as zeros.
 CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMapDataType type,
-                     uint64_t head_dim, uint32_t box_heads) {
+                     uint64_t head_dim) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -26,7 +27,7 @@ CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMa
   const cuuint64_t sizes[4] = {head_dim, page_size, num_heads, params.num_pages};
   const cuuint64_t strides[3] = {row_bytes, page_size * row_bytes,
                                  num_heads * page_size * row_bytes};
-  const cuuint32_t box[4] = {kBoxValues, kBoxTokens, box_heads, 1}, steps[4] = {1, 1, 1, 1};
+  const cuuint32_t box[4] = {kBoxValues, kBoxTokens, 1, 1}, steps[4] = {1, 1, 1, 1};
   CUtensorMap map;
   const CUresult status =
       encode(&map, type, 4, const_cast<void*>(pool), sizes, strides, box, steps,
@@ -39,31 +40,31 @@ CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMa
 template <typename T, int kHeadDim>
 void launch_typed(AttentionParams params, cudaStream_t stream) {
   using Traits = AttentionTraits<T, kHeadDim>;
-  using Shared = SharedMemory<Traits>;
-  static_assert(Shared::bytes(kHeadDim <= 128 ? kMaxStages : 5) <= 227 * 1024, "a stage is lost");
-  const int available = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  int num_stages = kMaxStages;
-  while (num_stages > 1 && Shared::bytes(num_stages) > available) --num_stages;
-  params.num_stages = num_stages;
+  static_assert(num_stages(kHeadDim, 227 * 1024) == (kHeadDim <= 128 ? kMostStages : 5),
+                "a stage is lost");
+  params.num_stages =
+      num_stages(kHeadDim, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) == 9) {
     const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    for (int i = 0; i <= kMaxHeadsLog2; ++i) {
-      params.k_map[i] = pool_map(params.k_pool, params, type, kHeadDim, 1u << i);
-      params.v_map[i] = pool_map(params.v_pool, params, type, kHeadDim, 1u << i);
-    }
+    params.k_map = pool_map(params.k_pool, params, type, kHeadDim);
+    params.v_map = pool_map(params.v_pool, params, type, kHeadDim);
   }
-  const int bytes = Shared::bytes(num_stages);
+  const int bytes = SharedMemory<Traits>::bytes(params.num_stages);
   check_launch(cudaFuncSetAttribute(cascade_attention_kernel<Traits>,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
                "cascade_attention: shared memory");
+  const ForcedSchedule forced = forced_schedule();
+  params.delay_seed = forced.delay_seed;
   launch("cascade_attention", cascade_attention_kernel<Traits>,
-         device_attribute(cudaDevAttrMultiProcessorCount), kAttentionThreads, bytes, stream,
-         params);
+         forced.num_ctas ? forced.num_ctas : device_attribute(cudaDevAttrMultiProcessorCount),
+         kAttentionThreads, bytes, stream, params);
   const int64_t rows = int64_t{params.tree.num_seqs} * params.num_kv_heads * params.group_size;
-  launch("merge_paths", merge_paths_kernel<T, kHeadDim>,
-         static_cast<int>((rows * 32 + kMergeThreads - 1) / kMergeThreads), kMergeThreads, 0,
-         stream, params);
+  launch(
+      "merge_paths",
+      rows <= kFewRows ? merge_paths_kernel<T, kHeadDim, 16> : merge_paths_kernel<T, kHeadDim, 4>,
+      static_cast<int>((rows * 32 + kMergeThreads - 1) / kMergeThreads), kMergeThreads, 0, stream,
+      params);
 }
 
 }  // namespace

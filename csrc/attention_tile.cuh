@@ -7,9 +7,9 @@
 //             accumulator layout of S is the operand layout of P.
 #pragma once
 
-#include "attention_state.cuh"
 #include "attention_traits.cuh"
 #include "ptx.cuh"
+#include "softmax.cuh"
 #include "wgmma.cuh"
 
 namespace hf_cascade {
@@ -20,8 +20,7 @@ struct RowTile {
   static constexpr int kDepthSteps = Traits::kHeadDim / 16;
 
   float out[kColumnTiles][4];  // not normalized
-  float maximum[2];            // what the exponents are relative to (`soften`)
-  float sum[2];                // of this thread's columns
+  Softmax<ScoreLayout::kScoresByRow> softmax;
   uint32_t query[Traits::kQueriesInRegisters ? kDepthSteps : 1][4];
 
   __device__ void clear() {
@@ -30,8 +29,7 @@ struct RowTile {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[j][i] = 0.f;
     }
-    maximum[0] = maximum[1] = negative_infinity();
-    sum[0] = sum[1] = 0.f;
+    softmax.clear();
   }
 
   // q: the item's query rows, of which this warp has 16 from `first_row` on.
@@ -49,38 +47,16 @@ struct RowTile {
     }
   }
 
-  // Some blocks of 16 tokens of a tile: where they are, and which of their tokens count.
-  struct Blocks {
-    int first, stride;  // blocks first, first + stride, ..
-    int begin;          // tokens, counted through these blocks, from this one on
-    int limit[2];       // and, for each row, before that one (row 0: lane / 4, row 1: that + 8)
-  };
-
-  template <int kCount, bool kMasked>
-  __device__ void attend(uint32_t q, int first_row, uint32_t k, uint32_t v, const Blocks& blocks,
-                         float scale_log2) {
-    float score[2 * kCount][4];
-    multiply_keys<kCount>(score, q, first_row, k, blocks);
-    if constexpr (kMasked) mask<2 * kCount>(score, blocks.begin, blocks.limit);
+  // A whole tile; begin and limit as in `mask`.
+  template <bool kMasked>
+  __device__ void attend(uint32_t q, int first_row, uint32_t k, uint32_t v, int begin,
+                         const int (&limit)[2], float scale_log2) {
+    float score[kScoreTiles][4];
+    multiply_keys(score, q, first_row, k);
+    if constexpr (kMasked) mask(score, begin, limit);
     float keep[2];
-    if (soften<2 * kCount>(score, keep, scale_log2)) rescale(keep);
-    multiply_values<kCount>(score, v, blocks);
-  }
-
-  // Zeros into V rows [first, last) of the tile outside [begin, end): there 0 * V must be 0. Each
-  // warp clears all that it will read, so none has to wait for another.
-  static __device__ void clear_padding(uint32_t v, int first, int last, int begin, int end) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere padding is copied as zeros
-    const int lane = threadIdx.x % 32;
-    for (int i = first * Traits::kPanels * 8 + lane; i < last * Traits::kPanels * 8; i += 32) {
-      const int row = i / (Traits::kPanels * 8), chunk = i % (Traits::kPanels * 8);
-      if (row < begin || row >= end) {
-        ptx::store_zeros_16(swizzled<Traits::kKvTile>(v, row, chunk));
-      }
-    }
-    ptx::fence_async_proxy();
-    __syncwarp();
-#endif
+    if (softmax.soften(score, keep, scale_log2)) rescale(keep);
+    multiply_values(score, v);
   }
 
   // The same for whole tiles, in steps, by a warpgroup for its 64 rows (wgmma.cuh): the products
@@ -115,55 +91,17 @@ struct RowTile {
     }
   }
 
-  template <int kTiles>
-  static __device__ void mask(float (&score)[kTiles][4], int begin, const int (&limit)[2]) {
+  // Of the tile's tokens a row sees [begin, limit) (limit 0: of row lane / 4, 1: of that + 8).
+  static __device__ void mask(float (&score)[kScoreTiles][4], int begin, const int (&limit)[2]) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
+    for (int j = 0; j < kScoreTiles; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int token = 8 * j + 2 * (threadIdx.x % 4) + i % 2;
-        if (token < begin || token >= limit[i / 2]) score[j][i] = negative_infinity();
+        const bool is_seen = (token >= begin) & (token < limit[i / 2]);
+        score[j][i] = is_seen ? score[j][i] : negative_infinity();
       }
     }
-  }
-
-  // Scores to probabilities, 2^(score * scale_log2 - maximum). The maximum follows the scores only
-  // when one exceeds it by 2^8: float32 has room for that, the quotient of `out` and `sum` is the
-  // same, and `out` seldom has to be rescaled. True if it has to be now, by `keep`.
-  template <int kTiles>
-  __device__ bool soften(float (&score)[kTiles][4], float (&keep)[2], float scale_log2) {
-    constexpr float kSlack = 8.f;
-    float offset[2];
-    bool moves = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float larger = negative_infinity();
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        larger = fmaxf(larger, fmaxf(score[j][2 * r], score[j][2 * r + 1]));
-      }
-      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 1));
-      larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, 2));
-      larger *= scale_log2;
-      keep[r] = 1.f;
-      if (larger > maximum[r] + kSlack) {
-        keep[r] = ptx::exp2_approx(maximum[r] - larger);
-        maximum[r] = larger;
-        sum[r] *= keep[r];
-        moves = true;
-      }
-      // A row that has seen nothing yet: -inf - -inf would be NaN.
-      offset[r] = maximum[r] == negative_infinity() ? 0.f : maximum[r];
-    }
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        score[j][i] = ptx::exp2_approx(fmaf(score[j][i], scale_log2, -offset[i / 2]));
-        sum[i / 2] += score[j][i];
-      }
-    }
-    return __any_sync(~0u, moves);
   }
 
   __device__ void rescale(const float (&keep)[2]) {
@@ -171,15 +109,6 @@ struct RowTile {
     for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) out[j][i] *= keep[i / 2];
-    }
-  }
-
-  // Sums over the four threads that share a row.
-  __device__ void finish_sums() {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 1);
-      sum[r] += __shfl_xor_sync(~0u, sum[r], 2);
     }
   }
 
@@ -194,14 +123,14 @@ struct RowTile {
     a[3] = pack<T>(right[2], right[3]);
   }
 
-  // Of few tokens the products form long chains: twice as many of half the length hide their
-  // latency.
-  template <int kCount>
-  __device__ void multiply_keys(float (&score)[2 * kCount][4], uint32_t q, int first_row,
-                                uint32_t k, const Blocks& blocks) {
-    constexpr int kChains = kCount <= 2 ? 2 : 1;
-    float sum[kChains][2 * kCount][4] = {};
+  __device__ void multiply_keys(float (&score)[kScoreTiles][4], uint32_t q, int first_row,
+                                uint32_t k) {
     const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < kScoreTiles; ++j) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) score[j][i] = 0.f;
+    }
 #pragma unroll
     for (int step = 0; step < kDepthSteps; ++step) {
       uint32_t loaded[4];
@@ -209,37 +138,28 @@ struct RowTile {
         ptx::load_matrices(loaded, query_address(q, first_row, step));
       }
       const uint32_t (&a)[4] = Traits::kQueriesInRegisters ? query[step] : loaded;
-      float (&chain)[2 * kCount][4] = sum[step % kChains];
 #pragma unroll
-      for (int t = 0; t < kCount; ++t) {
+      for (int t = 0; t < kScoreTiles / 2; ++t) {
         uint32_t b[4];  // tokens 0..7 then 8..15, for each the two halves of the 16 columns
-        const int token = 16 * (blocks.first + t * blocks.stride) + lane % 8 + lane / 16 * 8;
+        const int token = 16 * t + lane % 8 + lane / 16 * 8;
         ptx::load_matrices(b, swizzled<Traits::kKvTile>(k, token, 2 * step + lane / 8 % 2));
-        ptx::multiply_add<typename Traits::T>(chain[2 * t], a, b[0], b[1]);
-        ptx::multiply_add<typename Traits::T>(chain[2 * t + 1], a, b[2], b[3]);
+        ptx::multiply_add<typename Traits::T>(score[2 * t], a, b[0], b[1]);
+        ptx::multiply_add<typename Traits::T>(score[2 * t + 1], a, b[2], b[3]);
       }
-    }
-#pragma unroll
-    for (int j = 0; j < 2 * kCount; ++j) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        score[j][i] = sum[0][j][i] + (kChains > 1 ? sum[kChains - 1][j][i] : 0.f);
     }
   }
 
-  template <int kCount>
-  __device__ void multiply_values(const float (&score)[2 * kCount][4], uint32_t v,
-                                  const Blocks& blocks) {
+  __device__ void multiply_values(const float (&score)[kScoreTiles][4], uint32_t v) {
     using T = typename Traits::T;
     const int lane = threadIdx.x % 32;
 #pragma unroll
-    for (int t = 0; t < kCount; ++t) {
+    for (int t = 0; t < kScoreTiles / 2; ++t) {
       uint32_t a[4];
       pack_operand(a, score[2 * t], score[2 * t + 1]);
 #pragma unroll
       for (int j = 0; j < kColumnTiles / 2; ++j) {
         uint32_t b[4];  // columns 0..7 then 8..15, for each the two halves of the 16 tokens
-        const int token = 16 * (blocks.first + t * blocks.stride) + lane % 16;
+        const int token = 16 * t + lane % 16;
         ptx::load_matrices_transposed(b, swizzled<Traits::kKvTile>(v, token, 2 * j + lane / 16));
         ptx::multiply_add<T>(out[2 * j], a, b[0], b[1]);
         ptx::multiply_add<T>(out[2 * j + 1], a, b[2], b[3]);

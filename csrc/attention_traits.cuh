@@ -4,34 +4,38 @@
 #include <cuda.h>  // CUtensorMap
 
 #include "params.h"
-#include "work_list.cuh"
+#include "ptx.cuh"
+#include "stage_rule.cuh"
 
 namespace hf_cascade {
 
-constexpr int kConsumerWarps = 8;
-constexpr int kConsumers = 32 * kConsumerWarps;
-// Registers are dealt out by warpgroups of four warps: the producer, and three warps that have
-// nothing to do, give some of theirs to the consumers (on sm_90a; 168 a thread before that).
-constexpr int kAttentionThreads = kConsumers + 128;
-constexpr int kConsumerRegisters = 192;
-constexpr int kProducerRegisters = 120;  // 2 * 192 + 120 = 3 * 168: more would wait forever
+// A CTA's warps: two warpgroups of matrix warps, then one of three leaf warps and the producer,
+// which give some of their registers to the matrix warps (on sm_90a; 168 a thread before that).
+constexpr int kMatrixWarps = 8;
+constexpr int kMatrixThreads = 32 * kMatrixWarps;
+constexpr int kProducerWarp = kMatrixWarps + kLeafWarps;
+constexpr int kAttentionThreads = 32 * (kProducerWarp + 1);
+constexpr int kMatrixRegisters = 184;
+constexpr int kOtherRegisters = 136;  // 2 * 184 + 136 = 3 * 168: more would wait forever
+static_assert(kAttentionThreads == 384, "three warpgroups");
 constexpr int kBoxValues =
     64;  // the copy engine moves 128 bytes a row: as wide as a swizzled row can be
-constexpr int kMaxStages = 6;
+constexpr int kMaxLeafSlots = 8;  // of one leaf warp
 
+// In shared memory a row is cut into panels of 64 values = 128 bytes = all 32 banks; the chunks of
+// a panel row are swizzled by the row (chunk ^ row % 8), so 8 rows of one chunk, which ldmatrix
+// reads together, lie in different banks. It is also the layout that wgmma calls 128-byte swizzle.
+// A head_dim of 80 or 96 leaves the end of its second panel unused.
 template <typename T_, int kHeadDim_>
 struct AttentionTraits {
   using T = T_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kRowChunks = kHeadDim / 8;  // 16-byte chunks of one row of K, V or q
-  // In shared memory a row is cut into panels of 64 values = 128 bytes = all 32 banks; the chunks
-  // of a panel row are swizzled by the row (chunk ^ row % 8), so 8 rows of one chunk, which
-  // ldmatrix reads together, lie in different banks. It is also the layout that wgmma calls
-  // 128-byte swizzle. A head_dim of 80 or 96 leaves the end of its second panel unused.
-  static constexpr int kPanels = (kHeadDim + 63) / 64;
+  static constexpr int kPanels = row_panels(kHeadDim);
   static constexpr int kKvTile = kv_tile_rows(kHeadDim);
   static constexpr int kTileBytes = kKvTile * kPanels * 128;
-  static constexpr int kStageBytes = 2 * kTileBytes;
+  static constexpr int kStageBytes = stage_bytes(kHeadDim);
+  static constexpr int kSlotBytes = 2 * kBoxTokens * kPanels * 128;  // K and V of a leaf's block
   // q, kRowsPerTile rows laid out like a tile, is handed over 16 rows at a time.
   static constexpr int kGranuleRows = 16;
   static constexpr int kQueryBytes = kRowsPerTile * kPanels * 128;
@@ -49,45 +53,50 @@ struct AttentionTraits {
   static constexpr int kBlocks = kKvTile / kBoxTokens;  // 16 rows each
 };
 
-// One KV tile on its way from the producer to the consumers, all they need to know of it.
+// One KV tile on its way from the producer to the matrix warps, all they need to know of it.
 struct alignas(16) Tile {
-  enum Flags : int32_t { kFirst = 1, kLast = 2, kLeaf = 4, kCausal = 8, kStop = 16, kWhole = 32 };
+  enum Flags : int32_t { kFirst = 1, kLast = 2, kCausal = 4, kStop = 8, kWhole = 16 };
   int32_t flags;
   int32_t begin, end;  // the tile's tokens that are the item's; the others are padding
-  int32_t head;        // kv head; leaves: the first
-  int32_t num_rows;    // query rows of the item; leaves: of each head
-  int32_t first_warp;  // leaves: a consumer warp for each head, from this one on
-  int32_t heads_log2;  // leaves: number of heads
-  int32_t targets;     // which of the two target tables; leaves: unused
+  int32_t head;        // kv head
+  int32_t num_rows;    // query rows of the item
+  int32_t targets;     // which of the two target tables
   int32_t visible;     // causal: the first row that the item's first query token does not see
-  Target target;       // of a leaf
-  int32_t padding[2];
-};
-
-// A leaf's item that tiles are being sent of.
-struct alignas(16) LeafItem {
-  int32_t num_tiles;   // still to be sent
-  int32_t start_slot;  // of the next tile
-  int32_t begin_slot, end_slot;
-  int32_t pages;
-  int32_t head;
-  Target target;
   int32_t padding;
 };
 
-struct Control {
-  uint64_t full[kMaxStages];   // K, V (and q) have arrived
-  uint64_t empty[kMaxStages];  // all consumer warps are done with the stage
-  uint64_t granule_empty[kRowsPerTile / 16];
-  uint64_t targets_empty[2];
-  Tile tiles[kMaxStages];
-  Item item;                        // the producer's current one
-  LeafItem leaves[kConsumerWarps];  // the producer's: one for each team of warps
-  Target targets[2][kRowsPerTile];
-  int32_t tokens[kRowsPerTile];  // the producer's: rows of q of its item
+// A block of 16 tokens of a leaf's item, in a slot of a leaf warp's ring.
+struct LeafBlock {
+  // Paired: the next block is of the same item, and both are computed on at once.
+  enum Flags : int32_t { kFirst = 1, kLast = 2, kPaired = 4 };
+  int32_t flags;
+  int32_t begin, end;  // the block's tokens that are the item's
+  int32_t head;
+  int32_t token;  // the item's
+  Target target;
 };
 
-// Shared memory: the stages (K then V), q, and Control.
+struct LeafRing {
+  uint64_t full[kMaxLeafSlots];  // K and V have arrived
+  LeafBlock blocks[kMaxLeafSlots];
+};
+
+struct Control {
+  uint64_t full[kMostStages];   // K, V (and q) have arrived
+  uint64_t empty[kMostStages];  // all matrix warps are done with the stage
+  uint64_t granule_empty[kRowsPerTile / 16];
+  uint64_t targets_empty[2];
+  Tile tiles[kMostStages];
+  Item item;  // the producer's current one
+  Target targets[2][kRowsPerTile];
+  int32_t tokens[kRowsPerTile];  // the producer's: rows of q of its item
+  LeafRing leaf_rings[kLeafWarps];
+};
+
+static_assert(sizeof(Control) <= kControlBytes, "num_stages leaves no more");
+
+// Shared memory: the stages, of which the first are the matrix warps' ring (K then V) and the rest
+// the leaf warps' slots; then q of a shared item, and Control.
 template <typename Traits>
 struct SharedMemory {
   unsigned char* base;
@@ -97,23 +106,30 @@ struct SharedMemory {
     return ptx::shared_address(base + stage * Traits::kStageBytes);
   }
   __device__ uint32_t v(int stage) const { return k(stage) + Traits::kTileBytes; }
-  __device__ uint32_t q() const {
-    return ptx::shared_address(base + num_stages * Traits::kStageBytes);
+  __device__ int num_ring_stages(const WorkHeader& header) const {
+    return header.shared_stages < num_stages ? header.shared_stages : num_stages;
   }
+  __device__ int num_leaf_slots(const WorkHeader& header) const {
+    const int bytes = (num_stages - num_ring_stages(header)) * Traits::kStageBytes;
+    const int slots = bytes / (kLeafWarps * Traits::kSlotBytes);
+    return slots < kMaxLeafSlots ? slots : kMaxLeafSlots;
+  }
+  __device__ uint32_t leaf_slots(const WorkHeader& header, int leaf_warp) const {
+    return k(num_ring_stages(header)) + leaf_warp * num_leaf_slots(header) * Traits::kSlotBytes;
+  }
+  __device__ uint32_t q() const { return k(num_stages); }
   __device__ Control& control() const {
     return *reinterpret_cast<Control*>(base + num_stages * Traits::kStageBytes +
                                        Traits::kQueryBytes);
   }
   static constexpr int bytes(int num_stages) {
-    return num_stages * Traits::kStageBytes + Traits::kQueryBytes +
-           static_cast<int>(sizeof(Control));
+    return num_stages * Traits::kStageBytes + Traits::kQueryBytes + kControlBytes;
   }
 };
 
 struct AttentionParams {
-  // The pools as the copy engine sees them, by the logarithm of the heads it brings; sm_90 only.
-  CUtensorMap k_map[kMaxHeadsLog2 + 1];
-  CUtensorMap v_map[kMaxHeadsLog2 + 1];
+  CUtensorMap k_map;  // the pools as the copy engine sees them; sm_90 only
+  CUtensorMap v_map;
   TreeParams tree;
   WorkList work;
   const void* q;          // [num_tokens, num_q_heads, head_dim], strides below
@@ -123,7 +139,7 @@ struct AttentionParams {
   float* lse;             // [num_tokens, num_q_heads], natural log
   float* state_out;       // [num slots, num_q_heads, head_dim], partial states, normalized
   float* state_lse_log2;  // [num slots, num_q_heads]
-  int32_t* ticket;        // [1], zero at the start: tickets drawn
+  int32_t* ticket;        // [2], zero at the start: tickets drawn, of shared and of leaves' items
   uint64_t num_pages;
   int64_t q_token_stride;  // in 16-byte chunks
   int64_t q_head_stride;
@@ -133,12 +149,34 @@ struct AttentionParams {
   int num_stages;
   bool may_start_early;  // the kernel before us is the append, and the work list older than it
   float scale_log2;      // sm_scale * log2(e)
+  uint32_t delay_seed;   // see forced_schedule.h; 0: no delays
 };
 
 // Address of a chunk within a tile of `kRows` rows (K, V or q).
 template <int kRows>
 __device__ __forceinline__ uint32_t swizzled(uint32_t tile, int row, int chunk) {
   return tile + (chunk / 8) * (kRows * 128) + row * 128 + (((chunk % 8) ^ (row % 8)) << 4);
+}
+
+// A wait before `ticket`'s item that only tests ask for.
+__device__ __forceinline__ void delay(const AttentionParams& p, uint32_t ticket) {
+  if (p.delay_seed == 0) return;
+  const uint32_t mixed = (p.delay_seed ^ ticket * 2654435761u) * 2246822519u;
+  for (uint32_t i = 0; i < mixed >> 28; ++i) __nanosleep(1000);
+}
+
+// Zeros into a tile's rows outside [begin, end), by a warp for itself: in V, where 0 * V must be 0.
+template <typename Traits, int kRows>
+__device__ __forceinline__ void clear_rows(uint32_t tile, int begin, int end) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL  // elsewhere padding is copied as zeros
+  constexpr int kChunks = Traits::kPanels * 8;
+  for (int i = threadIdx.x % 32; i < kRows * kChunks; i += 32) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (row < begin || row >= end) ptx::store_zeros_16(swizzled<kRows>(tile, row, chunk));
+  }
+  ptx::fence_async_proxy();
+  __syncwarp();
+#endif
 }
 
 }  // namespace hf_cascade

@@ -1,8 +1,9 @@
 // The merge along the paths: each query row's partial states, folded.
 //
 // A warp owns one row (sequence, q head); a lane owns four of its values.
-//   Memory   the row's states, just written by the attention kernel, from L2, kMergeStates of them
-//            under way at a time: a row waits once or twice.
+//   Memory   the row's states, just written by the attention kernel, from L2, kAtOnce of them under
+//            way at a time: many where rows are few, so that a row waits once or twice; few where
+//            rows are many, so that a multiprocessor holds more of them.
 //   Compute  states fold in slot order, root to leaf: who wrote first does not show.
 //   Writes   the row of `out` and its lse. Rows that have but one state were written by the
 //            attention kernel itself.
@@ -19,9 +20,9 @@
 namespace hf_cascade {
 
 constexpr int kMergeThreads = 128;
-constexpr int kMergeStates = 16;
+constexpr int64_t kFewRows = 4096;
 
-template <typename T, int kHeadDim>
+template <typename T, int kHeadDim, int kAtOnce>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_paths_kernel(const __grid_constant__ AttentionParams params) {
   ptx::let_next_kernel_start();
@@ -43,11 +44,11 @@ __global__ void __launch_bounds__(kMergeThreads)
   for (int c = 4 * lane; c < kHeadDim; c += 128) {
     Fold<LogBase::kTwo> fold;
     float4 acc = {0.f, 0.f, 0.f, 0.f};
-    for (int s = begin; s < end; s += kMergeStates) {
-      float4 out[kMergeStates];
-      float lse_log2[kMergeStates];
+    for (int s = begin; s < end; s += kAtOnce) {
+      float4 out[kAtOnce];
+      float lse_log2[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kMergeStates; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) {
         lse_log2[i] = negative_infinity();
         out[i] = {0.f, 0.f, 0.f, 0.f};
         if (s + i >= end) continue;
@@ -56,7 +57,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         out[i] = __ldcg(reinterpret_cast<const float4*>(params.state_out + state * kHeadDim + c));
       }
 #pragma unroll
-      for (int i = 0; i < kMergeStates; ++i) {
+      for (int i = 0; i < kAtOnce; ++i) {
         const auto w = fold.push(lse_log2[i]);
         acc.x = combine(acc.x, out[i].x, w);
         acc.y = combine(acc.y, out[i].y, w);

@@ -1,8 +1,9 @@
-// The producer warp: takes work items and sends their tiles (tile_loader.cuh) to the consumers.
+// The producer warp: takes shared items and sends their tiles (tile_loader.cuh) to the matrix
+// warps.
 //
-// It walks tiles, not items: while the consumers finish one item the next one's pages are on their
-// way, so short suffixes keep as many bytes in flight as long prefixes do.
-//   Owns     the CTA's tickets, the item being sent (of leaves one a team), two target tables.
+// It walks tiles, not items: while the matrix warps finish one item the next one's tiles are on
+// their way.
+//   Owns     the CTA's tickets for shared items, the item being sent, two target tables.
 #pragma once
 
 #include "tile_loader.cuh"
@@ -20,27 +21,23 @@ class Producer : TileLoader<Traits> {
     if (!is_early_) wait_for_previous_kernel();
     const WorkHeader header = *p_.work.header;
     is_decode_ = header.is_decode;
-    heads_log2_ = header.heads_log2;
-    num_items_ = header.num_shared_items + header.num_leaf_items;
-    const bool interleaves = is_decode_ && p_.group_size <= kMaxLeafRows;
-    const int first_leaf = interleaves ? header.num_shared_items : num_items_;
+    num_items_ = header.num_shared_items;
+    num_stages_ = shared_.num_ring_stages(header);
+    const bool is_still = is_decode_ && header.shared_are_still;
     next_ = load_item();
-    while (next_ticket_ < first_leaf) {
-      const bool is_still = is_decode_ && header.shared_are_still;
-      if (!is_still || next_ticket_ >= header.num_shared_items) wait_if_early();
+    while (next_ticket_ < num_items_) {
+      if (!is_still) wait_if_early();
       const int ticket = take_item();
-      if (!is_decode_) {
-        take_queries(ticket);
-      } else if (control_.item.seq < 0) {
-        take_shared(control_.item);
+      if (is_decode_) {
+        take_node(control_.item);
       } else {
-        take_leaf(control_.item);
+        take_queries(ticket);
       }
       stream();
       if (wait_if_early()) draw_ticket();  // which take_item could not
     }
     wait_if_early();
-    if (interleaves) stream_leaves();
+    if (num_items_ == 0) return;  // nobody waits for a tile
     Tile stop = {};
     stop.flags = Tile::kStop;
     wait_for_stage();
@@ -73,6 +70,7 @@ class Producer : TileLoader<Traits> {
     if (lane_ < kItemWords) reinterpret_cast<int32_t*>(&control_.item)[lane_] = next_;
     __syncwarp();
     const int ticket = next_ticket_;
+    delay(p_, ticket);
     next_ticket_ = __shfl_sync(~0u, drawn_, 0) + 2 * static_cast<int>(gridDim.x);
     next_ = load_item();
     if (!is_early_) draw_ticket();
@@ -91,10 +89,18 @@ class Producer : TileLoader<Traits> {
     return reinterpret_cast<const int32_t*>(p_.work.items + next_ticket_)[lane_];
   }
 
-  __device__ void take_shared(const Item& item) {
-    begin_item(item.head, item.num_tokens * p_.group_size, false);
+  // Decoding: the readers of a shared node, or one token's group that is too large for leaf warps.
+  __device__ void take_node(const Item& item) {
+    begin_item(item.head, item.num_tokens * p_.group_size);
     set_segment(item);
     claim_targets();
+    if (item.first_read < 0) {
+      if (lane_ == 0) {
+        control_.targets[item_.targets][0] = item.token < 0 ? kNowhere : item.target;
+        control_.tokens[0] = max(0, item.token);
+      }
+      return;
+    }
     for (int t = lane_; t < item.num_tokens; t += 32) {
       const int read = item.first_read + t;
       const Target first = p_.work.path[read];
@@ -103,15 +109,8 @@ class Producer : TileLoader<Traits> {
     }
   }
 
-  // Of a group too large for the leaf's way.
-  __device__ void take_leaf(const Item& item) {
-    begin_item(item.head, p_.group_size, false);
-    set_segment(item);
-    set_single_target(item.token < 0 ? kNowhere : item.slot, max(0, item.token));
-  }
-
   __device__ void set_segment(const Item& item) {
-    remaining_ = max(1, item.num_tiles);
+    remaining_ = max(1, ceil_div(item.end_slot - align_slot(item.begin_slot), Traits::kKvTile));
     num_segments_ = 1;
     segment_ = {item.pages, item.begin_slot, item.end_slot, 0};
     // Of the first tile, so that its latency passes beside that of the targets.
@@ -136,17 +135,12 @@ class Producer : TileLoader<Traits> {
     const int tile = num_tiles - 1 - local % num_tiles;  // the last see most: longest first
     const int first = tile * tile_tokens;
     const int num_tokens = min(tile_tokens, q_len - first);
-    begin_item(local / num_tiles, num_tokens * p_.group_size,
-               q_len == 1 && p_.group_size <= kMaxLeafRows);
-    if (item_.flags & Tile::kLeaf) {
-      set_single_target(~first_token, first_token);
-    } else {
-      claim_targets();
-      for (int t = lane_; t < num_tokens; t += 32) {
-        const int token = first_token + first + t;
-        control_.targets[item_.targets][t] = ~token;
-        control_.tokens[t] = token;
-      }
+    begin_item(local / num_tiles, num_tokens * p_.group_size);
+    claim_targets();
+    for (int t = lane_; t < num_tokens; t += 32) {
+      const int token = first_token + first + t;
+      control_.targets[item_.targets][t] = ~token;
+      control_.tokens[t] = token;
     }
     // The segments are found one by one as they are streamed: the path's nodes, then the leaf.
     const int path_begin = p_.work.path_indptr[seq], path_end = p_.work.path_indptr[seq + 1];
@@ -182,9 +176,9 @@ class Producer : TileLoader<Traits> {
             first_visible > 0 ? first_slot + first_visible : 0};
   }
 
-  __device__ void begin_item(int head, int num_rows, bool leaf_way) {
+  __device__ void begin_item(int head, int num_rows) {
     item_ = {};
-    item_.flags = Tile::kFirst | (leaf_way ? Tile::kLeaf : 0);
+    item_.flags = Tile::kFirst;
     item_.head = head;
     item_.num_rows = num_rows;
   }
@@ -195,18 +189,6 @@ class Producer : TileLoader<Traits> {
     ptx::barrier_wait(&control_.targets_empty[next_targets_],
                       (targets_phases_ >> next_targets_) & 1);
     targets_phases_ ^= 1u << next_targets_;
-  }
-
-  __device__ void set_single_target(Target target, int token) {
-    item_.target = target;
-    if (item_.flags & Tile::kLeaf) {
-      item_.first_warp = next_warp_;
-      next_warp_ = (next_warp_ + 1) % kConsumerWarps;
-    } else {
-      claim_targets();
-      if (lane_ == 0) control_.targets[item_.targets][0] = target;
-    }
-    if (lane_ == 0) control_.tokens[0] = token;
   }
 
   // ------------------------------------------------------------------ tiles
@@ -239,60 +221,15 @@ class Producer : TileLoader<Traits> {
     }
   }
 
-  // Leaves' items, several under way: a warp works on one tile for longer than it takes to load, so
-  // each team of warps, one warp a head, has an item of its own, and tiles go to the teams in turn.
-  __device__ void stream_leaves() {
-    const int num_teams = kConsumerWarps >> heads_log2_;
-    const int tile_tokens = Traits::kKvTile >> heads_log2_;
-    if (lane_ < num_teams) control_.leaves[lane_].num_tiles = 0;
-    __syncwarp();
-    int num_live = 0;
-    for (int team = 0;; team = team + 1 == num_teams ? 0 : team + 1) {
-      LeafItem leaf = control_.leaves[team];
-      const bool is_new = leaf.num_tiles == 0;
-      if (is_new) {
-        if (next_ticket_ >= num_items_) {
-          if (num_live == 0) return;
-          continue;
-        }
-        take_item();
-        const Item& item = control_.item;
-        leaf.num_tiles = max(1, item.num_tiles);
-        leaf.start_slot = align_slot(item.begin_slot);
-        leaf.begin_slot = item.begin_slot;
-        leaf.end_slot = item.end_slot;
-        leaf.pages = item.pages;
-        leaf.head = item.head;
-        leaf.target = item.token < 0 ? kNowhere : item.slot;
-        if (lane_ == 0) control_.tokens[0] = max(0, item.token);
-        ++num_live;
-      }
-      Tile tile = {};
-      tile.flags =
-          Tile::kLeaf | (is_new ? Tile::kFirst : 0) | (leaf.num_tiles == 1 ? Tile::kLast : 0);
-      tile.begin = max(0, leaf.begin_slot - leaf.start_slot);
-      tile.end = min(tile_tokens, leaf.end_slot - leaf.start_slot);
-      tile.head = leaf.head;
-      tile.num_rows = p_.group_size;
-      tile.first_warp = team << heads_log2_;
-      tile.heads_log2 = heads_log2_;
-      tile.target = leaf.target;
-      send(tile, p_.tree.kv_indices + leaf.pages, leaf.start_slot);
-      leaf.start_slot += tile_tokens;
-      --leaf.num_tiles;
-      num_live -= leaf.num_tiles == 0;
-      if (lane_ == 0) control_.leaves[team] = leaf;
-      __syncwarp();
-    }
-  }
-
   using Base::control_;
   using Base::first_page_;
   using Base::hand_over;
   using Base::is_decode_;
   using Base::lane_;
+  using Base::num_stages_;
   using Base::p_;
   using Base::send;
+  using Base::shared_;
   using Base::wait_for_stage;
 
   Tile item_ = {};        // the current item, as its next tile starts out
@@ -301,14 +238,12 @@ class Producer : TileLoader<Traits> {
   int path_begin_ = 0, path_length_ = 0;  // not decoding: the segments before it
   int remaining_ = 0;                     // tiles of the item that are still to be sent
   bool is_early_ = false;                 // the kernel before us may still run
-  int heads_log2_ = 0;
   int num_items_ = 0;
   int32_t next_ = 0;  // the lane's word of the next item
   int next_ticket_ = static_cast<int>(blockIdx.x);
   int drawn_ = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // lane 0's
   uint32_t targets_phases_ = ~0u;
   int next_targets_ = 0;
-  int next_warp_ = 0;  // whose turn it is to take a leaf's head
 };
 
 }  // namespace hf_cascade

@@ -128,6 +128,13 @@ __device__ __forceinline__ void load_matrices_transposed(uint32_t (&m)[4], uint3
                : "memory");
 }
 
+// Of an 8 x 8 matrix of 16-bit values, two of row lane / 4 a lane: the transposed one.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+  uint32_t transposed;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(pair));
+  return transposed;
+}
+
 // d += a b for a 16 x 16 and b 16 x 8, float32 accumulation.
 template <typename T>
 __device__ __forceinline__ void multiply_add(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,

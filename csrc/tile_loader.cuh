@@ -1,10 +1,9 @@
 // Filling a stage: where a tile's K, V and q come from, and the copies that bring them.
 //
 //   Owns     the ring of stages (waits for `empty`, fills, signals `full`) and the 8 granules of q,
-//            one a consumer warp.
-//   Moves    kKvTile rows of K and of V, whose first is a slot divisible by 16: of a shared node as
-//            many tokens of one head, of a leaf's fewer tokens of several heads. On sm_90 by the
-//            copy engine, else 16 bytes a lane and cp.async; q always so.
+//            one a matrix warp.
+//   Moves    kKvTile tokens of K and of V of one head, whose first is a slot divisible by 16. On
+//            sm_90 by the copy engine, else 16 bytes a lane and cp.async; q always so.
 #pragma once
 
 #include "attention_traits.cuh"
@@ -31,7 +30,7 @@ class TileLoader {
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   // The copy engine: a lane a box of 16 tokens and 64 values. Rows outside the item's tokens hold
-  // whatever is near; the consumers mask K and clear V (`clear_padding`).
+  // whatever is near; the matrix warps mask K and clear V (`clear_rows`).
   struct Source {
     int page, slot;  // of the lane's box
   };
@@ -40,7 +39,7 @@ class TileLoader {
     const int token = lane_ % Traits::kBlocks * kBoxTokens;
     if (token >= tile.end) return {-1, 0};
     const int slot = start + token;
-    const bool is_known = is_decode_ && (tile.flags & (Tile::kFirst | Tile::kLeaf)) == Tile::kFirst;
+    const bool is_known = is_decode_ && tile.flags & Tile::kFirst;
     return {is_known ? first_page_ : pages[slot >> p_.page_size_log2],
             slot & ((1 << p_.page_size_log2) - 1)};
   }
@@ -58,19 +57,17 @@ class TileLoader {
       slot[box] = __shfl_sync(~0u, source.slot, box);
     }
     const int boxes = ceil_div(tile.end, kBoxTokens);
-    const CUtensorMap* k_map = &p_.k_map[tile.heads_log2];
-    const CUtensorMap* v_map = &p_.v_map[tile.heads_log2];
     if (ptx::elect_lane()) {
-      ptx::barrier_expect_bytes(full, (2 * boxes * Traits::kPanels * kBoxBytes) << tile.heads_log2);
+      ptx::barrier_expect_bytes(full, 2 * boxes * Traits::kPanels * kBoxBytes);
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) {
         if (box >= boxes) break;
 #pragma unroll
         for (int panel = 0; panel < Traits::kPanels; ++panel) {
-          const int offset = panel * Traits::kKvTile * 128 + (box << tile.heads_log2) * kBoxBytes;
-          ptx::copy_box(k + offset, k_map, full, panel * kBoxValues, slot[box], tile.head,
+          const int offset = panel * Traits::kKvTile * 128 + box * kBoxBytes;
+          ptx::copy_box(k + offset, &p_.k_map, full, panel * kBoxValues, slot[box], tile.head,
                         page[box]);
-          ptx::copy_box(v + offset, v_map, full, panel * kBoxValues, slot[box], tile.head,
+          ptx::copy_box(v + offset, &p_.v_map, full, panel * kBoxValues, slot[box], tile.head,
                         page[box]);
         }
       }
@@ -91,13 +88,10 @@ class TileLoader {
     Source source = {};
 #pragma unroll
     for (int j = 0; j < kRowsPerLane; ++j) {
-      // Row by row: 16 tokens of one head, the same of the next head, then the next 16 tokens.
-      const int row = lane_ + 32 * j, block = row / kBoxTokens;
-      const int token = (block >> tile.heads_log2) * kBoxTokens + row % kBoxTokens;
-      const int head = tile.head + (block & ((1 << tile.heads_log2) - 1)), slot = start + token;
+      const int token = lane_ + 32 * j, slot = start + token;
       if (token < tile.begin || token >= tile.end) continue;
       const uint32_t page = pages[slot >> p_.page_size_log2];
-      const uint32_t pool_row = ((page * p_.num_kv_heads + head) << p_.page_size_log2) +
+      const uint32_t pool_row = ((page * p_.num_kv_heads + tile.head) << p_.page_size_log2) +
                                 (slot & ((1 << p_.page_size_log2) - 1));
       source.row_chunk[j] = pool_row * Traits::kRowChunks;
       source.exists |= 1u << j;
@@ -131,19 +125,6 @@ class TileLoader {
   __device__ void load_queries(const Tile& tile) {
     __syncwarp();  // the tokens are written
     const int lane_row = lane_ / Traits::kRowChunks, chunk = lane_ % Traits::kRowChunks;
-    if (tile.flags & Tile::kLeaf) {
-      // One token; a granule a head, in which row r is head r of its group.
-      const int64_t token_offset = control_.tokens[0] * p_.q_token_stride + chunk;
-      for (int i = 0; i < 1 << tile.heads_log2; ++i) {
-        const int first_row = Traits::kGranuleRows * (tile.first_warp + i);
-        claim_granule(tile.first_warp + i);
-        for (int row = lane_row; row < tile.num_rows; row += kRowsAtOnce) {
-          const int head = (tile.head + i) * p_.group_size + row;
-          load_row(first_row + row, chunk, token_offset + head * p_.q_head_stride);
-        }
-      }
-      return;
-    }
     // Row r of the item is query token r / group_size, head r % group_size of the group.
     const int group_reciprocal = ceil_div(1 << 16, p_.group_size);
     for (int first = 0; first < tile.num_rows; first += Traits::kGranuleRows) {
@@ -177,13 +158,13 @@ class TileLoader {
   // Barriers start in phase 0; waiting for parity 1 passes at once, so a fresh ring is empty.
   __device__ void wait_for_stage() { ptx::barrier_wait(&control_.empty[stage_], phase_ ^ 1); }
 
-  // The consumers wait for 33 arrivals: each lane's copies, and lane 0 for what it stored.
+  // The matrix warps wait for 33 arrivals: each lane's copies, and lane 0 for what it stored.
   __device__ void hand_over(const Tile& tile) {
     if (lane_ == 0) control_.tiles[stage_] = tile;
     ptx::barrier_arrive_after_copies(&control_.full[stage_]);
     __syncwarp();  // the targets that other lanes stored come before lane 0's arrival
     if (lane_ == 0) ptx::barrier_arrive(&control_.full[stage_]);
-    if (++stage_ == shared_.num_stages) {
+    if (++stage_ == num_stages_) {
       stage_ = 0;
       phase_ ^= 1;
     }
@@ -194,7 +175,8 @@ class TileLoader {
   Control& control_;
   const int lane_;
   bool is_decode_ = false;
-  int first_page_ = 0;  // decoding: of box lane % kBlocks of a shared item's first tile
+  int first_page_ = 0;  // decoding: of box lane % kBlocks of an item's first tile
+  int num_stages_ = 0;  // of the ring
   int stage_ = 0;
   uint32_t phase_ = 0;
   uint32_t granule_phases_ = ~0u;  // bit g: the parity to wait for before filling granule g

@@ -1,0 +1,258 @@
+// A matrix warp: attention of shared items, whose tiles the producer sends.
+//
+//   Owns     16 of an item's 128 query rows (a group's heads are rows), of which it sees every
+//            token; on sm_90a four of them, a warpgroup, own 64 rows together.
+//   Computes with wgmma, or with mma.sync where there is none of the shape.
+//   Writes   the rows to their targets.
+#pragma once
+
+#include "attention_tile.cuh"
+#include "target_row.cuh"
+
+namespace hf_cascade {
+
+constexpr int kFirstTurn = 1;  // named barriers: the turn of warpgroup 0, then that of 1
+
+template <typename Traits>
+class MatrixWarp {
+  using T = typename Traits::T;
+
+ public:
+  __device__ MatrixWarp(const AttentionParams& params, const SharedMemory<Traits>& shared)
+      : p_(params),
+        shared_(shared),
+        control_(shared.control()),
+        lane_(threadIdx.x % 32),
+        warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0)) {}
+
+  __device__ void run() {
+    if (!p_.may_start_early) ptx::wait_for_previous_kernel();  // the work list
+    if (p_.work.header->num_shared_items == 0) return;
+    num_stages_ = shared_.num_ring_stages(*p_.work.header);
+    for (;;) {
+      Tile tile = next_tile();
+      if (tile.flags & Tile::kStop) return;
+      const bool has_rows = 16 * warp_ / Traits::kTogether * Traits::kTogether < tile.num_rows;
+      if (Traits::kWarpgroupProducts && has_rows) {
+        tile = attend_item(tile);
+      } else {
+        if constexpr (!Traits::kWarpgroupProducts) {
+          if (has_rows) attend_tile(tile, stage_);
+        }
+        release(stage_);
+      }
+      advance();
+      if (tile.flags & Tile::kLast) finish(tile);
+    }
+  }
+
+ private:
+  // ------------------------------------------------------------------ the ring
+
+  __device__ Tile next_tile() {
+    ptx::barrier_wait(&control_.full[stage_], phase_);
+    Tile tile = control_.tiles[stage_];
+    tile.flags = __shfl_sync(~0u, tile.flags, 0);  // the compiler learns that warps don't diverge
+    tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
+    return tile;
+  }
+
+  // The same for a tile of the item that `tile` is of: what does not change is not read again.
+  __device__ void continue_item(Tile& tile) {
+    ptx::barrier_wait(&control_.full[stage_], phase_);
+    const Tile& next = control_.tiles[stage_];
+    tile.flags = __shfl_sync(~0u, next.flags, 0);
+    if (tile.flags & Tile::kWhole) return;
+    tile.begin = next.begin;
+    tile.end = next.end;
+    tile.visible = next.visible;
+  }
+
+  __device__ void release(int stage) {
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(&control_.empty[stage]);
+  }
+
+  __device__ void advance() {
+    if (++stage_ == num_stages_) {
+      stage_ = 0;
+      phase_ ^= 1;
+    }
+  }
+
+  // ------------------------------------------------------------------ tiles
+
+  // Per row of this thread: the first row of the tile that it does not see.
+  __device__ void find_limits(int (&limit)[2], const Tile& tile) const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      limit[r] = tile.end;
+      if (tile.flags & Tile::kCausal) {
+        limit[r] = min(tile.end, tile.visible + row_of(r) / p_.group_size);
+      }
+    }
+  }
+
+  __device__ void clear_tile_padding(const Tile& tile) {
+    if (tile.flags & Tile::kWhole) return;
+    clear_rows<Traits, Traits::kKvTile>(shared_.v(stage_), tile.begin, tile.end);
+  }
+
+  using Scores = float[RowTile<Traits>::kScoreTiles][4];
+  using Probabilities = uint32_t[RowTile<Traits>::kScoreTiles / 2][4];
+
+  // All tiles of an item, by a warpgroup. Leaves the last one's stage to be passed.
+  //
+  // A turn is K^T of one tile and P V of the one before. Where both warpgroups have rows they take
+  // turns: while one keeps the matrix units busy the other computes probabilities.
+  __device__ Tile attend_item(Tile tile) {
+    if constexpr (Traits::kWarpgroupProducts) {
+      const bool has_partner = tile.num_rows > Traits::kTogether;
+      load_queries(tile);
+      Scores score;
+      Probabilities probability;
+      float keep[2];
+      int limit[2];
+      find_limits(limit, tile);
+      clear_tile_padding(tile);
+      if (has_partner && warpgroup() == 1) end_turn();
+      if (has_partner) await_turn();
+      wgmma::fence();
+      rows_.start_keys(score, shared_.k(stage_));
+      if (has_partner) end_turn();
+      wgmma::wait<0>();
+      wgmma::settle(score);
+      rows_.mask(score, tile.begin, limit);
+      rows_.softmax.soften(score, keep, p_.scale_log2);
+      rows_.pack_probabilities(probability, score);
+      int previous = stage_;  // its P V is due
+      while (!(tile.flags & Tile::kLast)) {
+        advance();
+        continue_item(tile);
+        bool moves;
+        if (tile.flags & Tile::kWhole) {
+          moves = take_turn<false>(score, probability, keep, tile, previous, has_partner);
+        } else {
+          moves = take_turn<true>(score, probability, keep, tile, previous, has_partner);
+        }
+        release(previous);
+        if (moves) rows_.rescale(keep);
+        rows_.pack_probabilities(probability, score);
+        previous = stage_;
+      }
+      if (has_partner) await_turn();
+      wgmma::fence();
+      rows_.start_values(probability, shared_.v(previous));
+      if (has_partner && warpgroup() == 0) end_turn();  // the last turn ends with the item
+      wgmma::wait<0>();
+      wgmma::settle(rows_.out);
+      release(previous);
+    }
+    return tile;
+  }
+
+  // Scores to new probabilities, while the old ones are multiplied by the previous stage's V. ptxas
+  // waits for all products at the first branch after them: there is none between the waits.
+  template <bool kMasked>
+  __device__ bool take_turn(Scores& score, const Probabilities& probability, float (&keep)[2],
+                            const Tile& tile, int previous, bool has_partner) {
+    int limit[2];
+    if constexpr (kMasked) {
+      find_limits(limit, tile);
+      clear_tile_padding(tile);
+    }
+    if (has_partner) await_turn();
+    wgmma::fence();
+    rows_.start_keys(score, shared_.k(stage_));
+    rows_.start_values(probability, shared_.v(previous));
+    if (has_partner) end_turn();
+    wgmma::wait<1>();
+    wgmma::settle(score);
+    if constexpr (kMasked) rows_.mask(score, tile.begin, limit);
+    const bool moves = rows_.softmax.soften(score, keep, p_.scale_log2);
+    wgmma::wait<0>();
+    wgmma::settle(rows_.out);
+    return moves;
+  }
+
+  __device__ int warpgroup() const { return warp_ / 4; }
+  __device__ void await_turn() {
+    ptx::named_barrier_sync(kFirstTurn + warpgroup(), kMatrixThreads);
+  }
+  __device__ void end_turn() {
+    ptx::named_barrier_arrive(kFirstTurn + 1 - warpgroup(), kMatrixThreads);
+  }
+
+  // One tile, by a warp alone.
+  __device__ void attend_tile(const Tile& tile, int stage) {
+    if (tile.flags & Tile::kFirst) load_queries(tile);
+    const uint32_t k = shared_.k(stage), v = shared_.v(stage);
+    int limit[2] = {};
+    if (tile.flags & Tile::kWhole) {
+      rows_.template attend<false>(shared_.q(), first_row(), k, v, 0, limit, p_.scale_log2);
+    } else {
+      find_limits(limit, tile);
+      clear_tile_padding(tile);
+      rows_.template attend<true>(shared_.q(), first_row(), k, v, tile.begin, limit, p_.scale_log2);
+    }
+  }
+
+  // Rows that do not exist, of a warpgroup that has others, compute with what they find; nothing is
+  // made of it.
+  __device__ void load_queries(const Tile& tile) {
+    rows_.load_queries(shared_.q(), first_row());
+    rows_.clear();
+    if (Traits::kQueriesInRegisters && first_row() < tile.num_rows) release_queries();
+  }
+
+  // A warp's own 16 rows of q.
+  __device__ void release_queries() {
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(&control_.granule_empty[warp_]);
+  }
+
+  __device__ int first_row() const { return Traits::kGranuleRows * warp_; }
+
+  // The item's row that this thread holds in its r-th half.
+  __device__ int row_of(int r) const { return first_row() + lane_ / 4 + 8 * r; }
+
+  // ------------------------------------------------------------------ the end of an item
+
+  __device__ void finish(const Tile& tile) {
+    const Target* targets = control_.targets[tile.targets];
+    if (first_row() < tile.num_rows) {
+      if (!Traits::kQueriesInRegisters) release_queries();
+      rows_.softmax.finish_sums();
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int row = row_of(r), t = row / p_.group_size;
+        if (row >= tile.num_rows || targets[t] == kNowhere) continue;
+        const int q_head = tile.head * p_.group_size + row - t * p_.group_size;
+        write_row(TargetRow<Traits>(p_, targets[t], q_head), r);
+      }
+    }
+    __syncwarp();
+    if (lane_ == 0) ptx::barrier_arrive(&control_.targets_empty[tile.targets]);
+  }
+
+  __device__ void write_row(const TargetRow<Traits>& target, int r) {
+    const float normalizer = rows_.softmax.normalizer(r);
+#pragma unroll
+    for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
+      target.write_pair(8 * j + 2 * (lane_ % 4), rows_.out[j][2 * r] * normalizer,
+                        rows_.out[j][2 * r + 1] * normalizer);
+    }
+    if (lane_ % 4 == 0) target.write_lse(rows_.softmax.lse_log2(r));
+  }
+
+  const AttentionParams& p_;
+  const SharedMemory<Traits>& shared_;
+  Control& control_;
+  const int lane_, warp_;
+  RowTile<Traits> rows_;
+  int num_stages_ = 0;  // of the ring
+  int stage_ = 0;
+  uint32_t phase_ = 0;
+};
+
+}  // namespace hf_cascade
