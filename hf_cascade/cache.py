@@ -41,15 +41,17 @@ class CascadeCache(Cache):
     Args:
         tree: topology; one leaf per row once `start_decoding` was called.
         pool: storage, shared with other calls of the model.
+        batch_invariant: of its passes' work lists, see `ops.work_list`.
     """
 
     # Decode steps are compiled: their plan keeps its tensors and shapes, and whoever runs a step
     # calls `advance` first.
     is_compileable = False
 
-    def __init__(self, tree: KVTree, pool: PagePool) -> None:
+    def __init__(self, tree: KVTree, pool: PagePool, *, batch_invariant: bool = False) -> None:
         super().__init__(layers=[])
         self.tree, self.pool = tree, pool
+        self._batch_invariant = batch_invariant
         self.leaves: list[Node | None] = []  # None: the row is over, its pages are returned
         self.prompt_length: list[int] = []  # tokens of each row's prompt, padding excluded
         self.decode_steps = 0
@@ -277,6 +279,7 @@ class CascadeCache(Cache):
                 num_q_heads=q.shape[1],
                 num_kv_heads=num_kv_heads,
                 head_dim=head_dim,
+                batch_invariant=self._batch_invariant,
             )
         return self._work_lists[key]
 

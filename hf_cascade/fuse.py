@@ -48,16 +48,21 @@ def num_fused() -> int:
 
 
 class FusePass(CustomGraphPass):
-    """The pass; `then` is another one, to run after it."""
+    """The pass; see `fuse_pass`."""
 
-    def __init__(self, then: Callable[[Graph], None] | None = None) -> None:
+    def __init__(
+        self, then: Callable[[Graph], None] | None = None, *, batch_invariant: bool = False
+    ) -> None:
         self.then = then
+        self.batch_invariant = batch_invariant
 
     def __call__(self, graph: Graph) -> None:
         _merge_equals(graph)
         merges = graph.find_nodes(op="call_function", target=_OPS.merge_state.default)
         work_lists: dict[tuple, Node] = {}
-        counters["inductor"][_COUNTER] += sum(_fuse(merge, work_lists) for merge in merges)
+        counters["inductor"][_COUNTER] += sum(
+            _fuse(merge, work_lists, self.batch_invariant) for merge in merges
+        )
         if self.then is not None:
             self.then(graph)
 
@@ -67,14 +72,20 @@ class FusePass(CustomGraphPass):
     def uuid(self) -> Any:
         """What the compile cache keys on; None (no caching) if the chained pass has no key."""
         library = kernels.status().library
-        own = (get_hash_for_files((__file__,)), None if library is None else library.name)
+        own = (
+            get_hash_for_files((__file__,)),
+            None if library is None else library.name,
+            self.batch_invariant,
+        )
         if self.then is None:
             return own
         other = self.then.uuid() if isinstance(self.then, CustomGraphPass) else None
         return None if other is None else (own, other)
 
 
-def fuse_pass(then: Callable[[Graph], None] | None = None) -> FusePass:
+def fuse_pass(
+    then: Callable[[Graph], None] | None = None, *, batch_invariant: bool = False
+) -> FusePass:
     """A pass for `torch.compile(.., options={"post_grad_custom_pre_pass": fuse_pass()})`.
 
     Fuses `append_kv -> prefix_attention, suffix_attention -> merge_state` into
@@ -82,8 +93,9 @@ def fuse_pass(then: Callable[[Graph], None] | None = None) -> FusePass:
 
     Args:
         then: another pass to run afterwards, such as one that was set before.
+        batch_invariant: of the fused calls' work lists, see `ops.work_list`.
     """
-    return FusePass(then)
+    return FusePass(then, batch_invariant=batch_invariant)
 
 
 def _merge_equals(graph: Graph) -> None:
@@ -121,7 +133,7 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, Node) else (type(value), value)
 
 
-def _fuse(merge: Node, work_lists: dict[tuple, Node]) -> bool:
+def _fuse(merge: Node, work_lists: dict[tuple, Node], batch_invariant: bool) -> bool:
     """Fuse the cascade that ends in this merge_state; False if there is none."""
     states = _states(merge)
     if states is None:
@@ -142,7 +154,8 @@ def _fuse(merge: Node, work_lists: dict[tuple, Node]) -> bool:
     kwargs |= {name: suffix[name] for name in _SUFFIX_ARGUMENTS if name not in ("k_pool", "v_pool")}
     kwargs |= {name: prefix[name] for name in ("reader_indptr", "readers")}
     with graph.inserting_before(merge):
-        kwargs["work"] = _work_list(graph, kwargs, prefix["k_pool"].meta["val"], work_lists)
+        pool = prefix["k_pool"].meta["val"]
+        kwargs["work"] = _work_list(graph, kwargs, pool, work_lists, batch_invariant)
         fused = graph.call_function(
             auto_functionalized_v2, (_OPS.cascade_attention.default,), kwargs
         )
@@ -159,7 +172,11 @@ def _fuse(merge: Node, work_lists: dict[tuple, Node]) -> bool:
 
 
 def _work_list(
-    graph: Graph, kwargs: dict[str, Any], pool: Tensor, made: dict[tuple, Node]
+    graph: Graph,
+    kwargs: dict[str, Any],
+    pool: Tensor,
+    made: dict[tuple, Node],
+    batch_invariant: bool,
 ) -> Node | None:
     """The work list of a fused call; `made` has those of the calls before it in the graph."""
     q = kwargs["q"].meta["val"]
@@ -169,7 +186,7 @@ def _work_list(
     sizes = (page_size, q.shape[1], num_kv_heads, head_dim)
     if not all(isinstance(size, int) for size in sizes):  # a symbol is no argument of a node
         return None
-    arguments = (*(kwargs[name] for name in _WORK_ARGUMENTS), *sizes)
+    arguments = (*(kwargs[name] for name in _WORK_ARGUMENTS), *sizes, batch_invariant)
     if arguments not in made:
         node = graph.call_function(_OPS.work_list.default, arguments)
         values = [value.meta["val"] if isinstance(value, Node) else value for value in arguments]

@@ -30,6 +30,7 @@ def patch(
     strict: bool = False,
     compile: bool | Literal["auto"] = "auto",
     pack_linears: bool = False,
+    batch_invariant: bool = False,
 ) -> Model:
     """Make `model.generate` compute, store and read shared prefixes once.
 
@@ -53,6 +54,10 @@ def patch(
             side by side, so that a compiled step multiplies by them at once. They stay the
             parameters they are, but `torch.save(layer.weight)` writes all that lie with it, also
             after `unpatch`, which leaves them there: save a clone.
+        batch_invariant: for the CUDA kernels, cut each part of the KV by its own length alone and
+            not by what is fastest for the whole batch: the bits of a row's attention then do not
+            depend on the other rows, at some cost in speed. Matrix products, which are torch's,
+            may still depend on their number. Elsewhere (on the CPU, say) nothing changes.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:
@@ -66,6 +71,7 @@ def patch(
         strict=strict,
         compile=compile,
         pack_linears=pack_linears,
+        batch_invariant=batch_invariant,
     )
     check_version()
     base = _base_model(model)

@@ -40,6 +40,7 @@ class Options:
     strict: bool = False
     compile: bool | Literal["auto"] = "auto"
     pack_linears: bool = False
+    batch_invariant: bool = False
 
     def __post_init__(self) -> None:
         if self.page_size not in PAGE_SIZES:
@@ -58,7 +59,7 @@ class Cascade:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.fusion = FusePass()
+        self.fusion = FusePass(batch_invariant=options.batch_invariant)
         self.compiler = StepCompiler()
         self.lock = threading.RLock()
         self._in_strict = threading.local()  # depth of `strict()` contexts in this thread
@@ -146,7 +147,9 @@ class Cascade:
 
     def open_cache(self, call: Call) -> CascadeCache:
         """A cache over an empty tree, for `call`."""
-        call.cache = CascadeCache(KVTree(self.allocator), self.pool)
+        call.cache = CascadeCache(
+            KVTree(self.allocator), self.pool, batch_invariant=self.options.batch_invariant
+        )
         return call.cache
 
     def fall_back(self, call: Call, reason: str, model_name: str) -> None:

@@ -17,6 +17,7 @@ from hf_cascade.fuse import FusePass, fuse_pass
 from hf_cascade.fuse import num_fused as fused_so_far
 
 CASCADE = torch.ops.hf_cascade.cascade_attention.default
+WORK_LIST = torch.ops.hf_cascade.work_list.default
 SM_SCALE = 0.25
 
 
@@ -173,6 +174,28 @@ def test_inductor_runs_the_pass(time: str, cache_folder: None) -> None:
     torch.testing.assert_close(pools["k_pool"], expected_pools["k_pool"])
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_layers_share_a_work_list_where_kernels_serve(
+    batch_invariant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def two_layers(t: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        first, *_ = attend(t)
+        return attend(t | {"x": first})
+
+    monkeypatch.setattr(ops.kernels, "serve", lambda pool: True)
+    _, graph = run_fused(two_layers, tree(), fuse_pass(batch_invariant=batch_invariant))
+    [work] = graph.find_nodes(op="call_function", target=WORK_LIST)
+    assert (
+        dict(zip(names_of(WORK_LIST), work.args, strict=True))["batch_invariant"] is batch_invariant
+    )
+    calls = [n for n in graph.nodes if n.op == "call_function" and CASCADE in n.args]
+    assert [call.kwargs["work"] for call in calls] == [work, work]
+
+
+def names_of(op: torch._ops.OpOverload) -> list[str]:
+    return [argument.name for argument in op._schema.arguments]
+
+
 def test_it_chains_with_another_pass() -> None:
     seen: list[int] = []
     before = fused_so_far()
@@ -186,4 +209,5 @@ def test_the_compile_cache_key_covers_the_chain() -> None:
     assert alone.uuid() == fuse_pass().uuid()
     assert fuse_pass(then=alone).uuid() != alone.uuid()
     assert fuse_pass(then=lambda graph: None).uuid() is None
+    assert fuse_pass(batch_invariant=True).uuid() != alone.uuid()
     assert copy.deepcopy(alone).uuid() == alone.uuid()

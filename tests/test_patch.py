@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, LogitsProcessor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_cascade
-from hf_cascade import UnsupportedModelError
+from hf_cascade import UnsupportedModelError, cache, ops
 
 SAMPLED = RAGGED | {"do_sample": True, "num_return_sequences": 2}
 
@@ -107,6 +107,23 @@ def test_patching_again_with_other_options_starts_anew():
     assert model.cascade.pool.layers()[0][0].shape[2] == 2
     hf_cascade.unpatch(model)
     assert type(model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_batch_invariance_reaches_the_work_lists(batch_invariant, monkeypatch):
+    made = []
+
+    def work_list(*index, batch_invariant, **sizes):
+        made.append(batch_invariant)
+        return ops.work_list(*index, batch_invariant=batch_invariant, **sizes)
+
+    monkeypatch.setattr(ops.kernels, "serve", lambda pool: True)
+    monkeypatch.setattr(cache, "work_list", work_list)
+    model = hf_cascade.patch(new_model(), strict=True, batch_invariant=batch_invariant)
+    assert_same(run(new_model(), **SAMPLED), run(model, **SAMPLED))
+    assert made
+    assert set(made) == {batch_invariant}
+    assert model.cascade.fusion.batch_invariant is batch_invariant  # compiled steps: test_fuse
 
 
 @pytest.mark.parametrize(
