@@ -23,6 +23,10 @@ pytestmark = pytest.mark.skipif(STATUS.library is None, reason=f"no kernels: {ST
 HEAD_DIMS = kernels.HEAD_DIMS
 DTYPES = (torch.float16, torch.bfloat16)
 SMALL = Tree("small", (None, 0, 0, 0), (70, 3, 0, 40), (1, 2, 3), head_dim=64, page_size=16)
+# Of five sequences, two share a node, one has a prefix of two nodes that nobody else reads, one has
+# a leaf alone and one sees nothing.
+LONERS = Tree("loners", (None, 0, 0, None, 3, 4, None, None), (150, 3, 40, 700, 130, 9, 65, 0),
+              (1, 2, 5, 6, 7), head_dim=64, page_size=16)  # fmt: skip
 
 
 def as_kernels_take(tree: Tree, **changes) -> Tree:
@@ -44,15 +48,32 @@ def on_gpu(paged: PagedTree, op) -> dict:
 
 def assert_tree_attends(paged: PagedTree) -> None:
     """All three ops give every sequence what the oracle gives it flattened."""
-    states = {
-        "prefixes": run(ops.prefix_attention, paged),
-        "suffixes": run(ops.suffix_attention, paged),
-        "paths": run(ops.cascade_attention, paged.before_append()),
-    }
-    for part, (out, lse) in states.items():
-        for seq, flat in enumerate(getattr(paged, part)):
-            rows = paged.rows(seq)
-            assert_attends((out[rows], lse[rows]), flat, merges=len(paged.nodes))
+    assert_part_attends(paged, "prefixes", run(ops.prefix_attention, paged))
+    assert_part_attends(paged, "suffixes", run(ops.suffix_attention, paged))
+    assert_part_attends(paged, "paths", run(ops.cascade_attention, paged.before_append()))
+
+
+def assert_part_attends(paged: PagedTree, part: str, state: tuple[Tensor, Tensor]) -> None:
+    for seq, flat in enumerate(getattr(paged, part)):
+        rows = paged.rows(seq)
+        assert_attends(tuple(x[rows] for x in state), flat, merges=len(paged.nodes))
+
+
+def assert_work_list_serves(paged: PagedTree, *, batch_invariant: bool) -> None:
+    """With a list of this kind, every sequence gets what the oracle gives it."""
+    args = on_gpu(paged.before_append(), ops.cascade_attention)
+    work = work_of(args, batch_invariant=batch_invariant)
+    state = ops.cascade_attention(**args, work=work)
+    assert_part_attends(paged, "paths", tuple(x.cpu() for x in state))
+
+
+def assert_as_reference(args: dict, *, batch_invariant: bool = False) -> None:
+    """The same on the GPU, for what is too large for the oracle."""
+    work = work_of(args, batch_invariant=batch_invariant)
+    out, lse = ops.cascade_attention(**args, work=work)
+    true = reference.cascade_attention(**args)
+    torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
 
 
 # ------------------------------------------------------------------ trees
@@ -82,10 +103,13 @@ def test_group_sizes(group_size, head_dim):
 @pytest.mark.parametrize("group_size", [1, 3, 4, 8])
 @pytest.mark.parametrize("splits", [1, 2, 3, 7])
 def test_splits(group_size, splits):  # [flash-attention 87 of the vllm fork]
-    # With 2 KV heads a split is 128 tokens: here of the prefix and of a leaf, the last one ragged.
+    # Batch invariant, with 2 KV heads, a split is 128 tokens: here of the prefix and of a leaf, the
+    # last one ragged. Balanced it is 64 of leaves.
     tree = Tree("splits", (None, 0, 0, 0), (128 * splits - 17, 128 * splits - 100, 5, 300),
                 (1, 2, 3), group_size=group_size, head_dim=64, page_size=16)  # fmt: skip
-    assert_tree_attends(build(tree, torch.bfloat16))
+    paged = build(tree, torch.bfloat16)
+    assert_tree_attends(paged)
+    assert_work_list_serves(paged, batch_invariant=True)
 
 
 @pytest.mark.parametrize("kv_len", [1, 15, 16, 17, 63, 64, 65, 127, 129, 255, 257, 1025])
@@ -101,21 +125,46 @@ def test_batches(batch):
     assert_tree_attends(build(tree, torch.bfloat16))
 
 
-@pytest.mark.parametrize(
-    ("num_kv_heads", "batch"), [(1, 100), (2, 600), (3, 100), (4, 550), (6, 200), (8, 280)]
-)
+@pytest.mark.parametrize(("num_kv_heads", "batch"), [(1, 100), (2, 600), (3, 100), (8, 280)])
 @pytest.mark.parametrize("head_dim", [64, 256])
-def test_leaves_by_several_heads(num_kv_heads, batch, head_dim):
-    # So many leaves that their items are of as many heads as divide num_kv_heads, up to four.
-    tree = Tree("heads", (None, *[0] * batch), (33, *(1 + i % 70 for i in range(batch))),
+def test_more_leaves_than_warps(num_kv_heads, batch, head_dim):
+    tree = Tree("leaves", (None, *[0] * batch), (33, *(1 + i % 70 for i in range(batch))),
                 tuple(range(1, batch + 1)), num_kv_heads=num_kv_heads, group_size=2,
                 head_dim=head_dim, page_size=16)  # fmt: skip
-    paged = build(tree, torch.bfloat16)
-    args = on_gpu(paged, ops.cascade_attention)
-    out, lse = ops.cascade_attention(**args, work=work_of(args))
-    true = reference.cascade_attention(**args)
-    torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
+    assert_as_reference(on_gpu(build(tree, torch.bfloat16), ops.cascade_attention))
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("group_size", [1, 4, 8, 9, 16, 32])
+def test_nodes_of_one_reader(group_size, batch_invariant):
+    paged = build(replace(LONERS, group_size=group_size), torch.bfloat16)
+    assert_tree_attends(paged)
+    assert_work_list_serves(paged, batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("group_size", [16, 32, 128])
+def test_leaves_of_large_groups(group_size, batch_invariant):  # the matrix warps'
+    paged = decode(3, prefix=400, suffix=300, num_kv_heads=1, group_size=group_size)
+    assert_work_list_serves(paged, batch_invariant=batch_invariant)
+
+
+# Batch 256 is found in shared memory; 800 is too large for it.
+@pytest.mark.parametrize(("batch", "longest"), [(256, 400), (800, 90)])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_prompts_that_share_nothing(batch, longest, batch_invariant):
+    lengths = [1 + 37 * i % longest for i in range(2 * batch)]
+    parents = (*[None] * batch, *range(batch))
+    tree = Tree("singles", parents, tuple(lengths), tuple(range(batch, 2 * batch)),
+                head_dim=64, page_size=16)  # fmt: skip
+    assert_work_list_serves(build(tree, torch.bfloat16), batch_invariant=batch_invariant)
+
+
+def test_splits_double_where_the_scratch_is_full():
+    # 300 rows have 8192 states; of splits of 128 tokens they would need 30 each.
+    args = on_gpu(decode(300, prefix=3600, suffix=3), ops.cascade_attention)
+    assert header_of(args, batch_invariant=True)["shared_split"] == ~1
+    assert_as_reference(args, batch_invariant=True)
 
 
 @pytest.mark.parametrize("tokens", [4096, 32768])
@@ -298,14 +347,41 @@ def decode(batch: int, prefix: int = 1500, suffix: int = 600, **more) -> PagedTr
     return build(tree, torch.bfloat16)
 
 
-def work_of(args: dict) -> Tensor:
+def work_of(args: dict, *, batch_invariant: bool = False) -> Tensor:
     names = ("q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot", "leaves")
     names += ("reader_indptr", "readers")
     return ops.work_list(
         *(args[name] for name in names), page_size=args["k_pool"].shape[2],
         num_q_heads=args["q"].shape[1], num_kv_heads=args["k_pool"].shape[1],
-        head_dim=args["q"].shape[2],
+        head_dim=args["q"].shape[2], batch_invariant=batch_invariant,
     )  # fmt: skip
+
+
+def header_of(args: dict, **options) -> dict[str, int]:
+    """As csrc/params.h has it, WorkHeader."""
+    names = ("is_decode", "num_shared_items", "num_leaf_items", "shared_are_still",
+             "shared_stages", "shared_split", "leaf_split")  # fmt: skip
+    return dict(zip(names, work_of(args, **options)[: len(names)].tolist(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("batch", "group_size", "batch_invariant", "shared", "leaf"),
+    [
+        (1, 4, False, False, True),
+        (1, 4, True, True, True),  # who else reads a node must not matter
+        (2, 4, False, True, True),
+        (1, 16, False, True, False),
+        (2, 16, False, True, False),
+    ],
+)
+def test_who_reads_what(batch, group_size, batch_invariant, shared, leaf):
+    """Matrix warps nodes of several readers and groups of more than 8, leaf warps the rest."""
+    args = on_gpu(decode(batch, group_size=group_size), ops.cascade_attention)
+    header = header_of(args, batch_invariant=batch_invariant)
+    assert header["is_decode"]
+    assert (header["num_shared_items"] > 0, header["num_leaf_items"] > 0) == (shared, leaf)
+    assert (header["shared_stages"] > 0) == shared
+    assert bool(header["shared_are_still"]) == (group_size <= 8)
 
 
 def test_streams_and_graphs():  # [sglang 5419, vllm 16693]
@@ -363,11 +439,15 @@ def test_lengths_grow_under_a_graph():  # [vllm 28702]
 # ------------------------------------------------------------------ bits
 
 
+def cascade(args: dict, *, batch_invariant: bool) -> tuple[Tensor, Tensor]:
+    return ops.cascade_attention(**args, work=work_of(args, batch_invariant=batch_invariant))
+
+
 @pytest.mark.parametrize("group_size", [1, 4])
 def test_bits_do_not_depend_on_the_batch(group_size):  # [vllm 32561]
     paged = decode(256, prefix=2100, suffix=530, group_size=group_size)
     args = on_gpu(paged, ops.cascade_attention)
-    expected = ops.cascade_attention(**args)
+    expected = cascade(args, batch_invariant=True)
     heads = args["q"].shape[1]
     for batch in (1, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 256):
         part = dict(args)
@@ -378,24 +458,27 @@ def test_bits_do_not_depend_on_the_batch(group_size):  # [vllm 32561]
         if batch > 1:  # companions that are not numbers stay among themselves
             part["q"] = part["q"].clone()
             part["q"][1:] = torch.nan
-        out, lse = ops.cascade_attention(**part)
+        out, lse = cascade(part, batch_invariant=True)
         assert torch.equal(out[0], expected[0][0]), batch
         assert torch.equal(lse[0], expected[1][0]), batch
         assert out.shape[1] == heads
 
 
-def test_bits_repeat():
-    args = on_gpu(decode(40, prefix=5000, suffix=900, group_size=4), ops.cascade_attention)
-    first = ops.cascade_attention(**args)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("batch", [1, 40])
+def test_bits_repeat(batch, batch_invariant):
+    paged = decode(batch, prefix=5000, suffix=900, group_size=4)
+    args = on_gpu(paged, ops.cascade_attention)
+    first = cascade(args, batch_invariant=batch_invariant)
     for _ in range(20):
-        again = ops.cascade_attention(**args)
+        again = cascade(args, batch_invariant=batch_invariant)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 # ------------------------------------------------------------------ for compute-sanitizer
 
 
-@pytest.mark.parametrize("tree", [FOREST, SMALL], ids=str)
+@pytest.mark.parametrize("tree", [FOREST, SMALL, LONERS], ids=str)
 def test_sanitized(tree):
     """Small, for benchmarks/gpu_check.py --sanitize: every kernel, poisoned memory around it."""
     assert_tree_attends(build(as_kernels_take(tree), torch.bfloat16))
