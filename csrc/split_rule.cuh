@@ -15,7 +15,6 @@ namespace hf_cascade {
 
 constexpr int kSplitUnit = 64;  // tokens; splits are multiples
 constexpr int kNumCandidates = 32;
-constexpr int kMostCounted = 1 << 26;  // sums stop here: more do not fit any scratch
 
 // What the list depends on beside the tree.
 struct WorkShape {

@@ -69,6 +69,24 @@ __host__ __device__ inline int num_columns(int num_readers, const WorkShape& sha
   return ceil_div(num_readers, shape.tile_tokens) * shape.num_kv_heads;
 }
 
+// A node that takes part: `states` of it for each split.
+struct Entry {
+  int kv_len, columns, states;
+  bool is_leaf, by_leaf_warps;
+};
+
+__host__ __device__ inline Entry find_entry(int i, const TreeParams& tree, const ListTables& tables,
+                                            const WorkShape& shape) {
+  if (i >= tables.num_shared_nodes) {
+    const int kv_len = leaf_length(tree, i - tables.num_shared_nodes);
+    return {kv_len, shape.num_kv_heads, 1, true, leaf_warps_read_leaves(shape)};
+  }
+  const int node = tables.shared_nodes[i], num_readers = num_readers_of(tree, node);
+  const bool single = is_single(num_readers, shape);
+  return {tree.kv_len[node], single ? shape.num_kv_heads : num_columns(num_readers, shape),
+          num_readers, false, single};
+}
+
 // The KV of an item: one split of a node.
 __host__ __device__ inline void set_range(Item& item, const TreeParams& tree, int node, int split,
                                           int length) {

@@ -1,0 +1,113 @@
+// Choosing the splits of a launch among the candidates of split_rule.cuh. Knows CUDA only.
+#pragma once
+
+#include "work_items.cuh"
+
+namespace hf_cascade {
+
+// What the candidates come to, each lane its own.
+struct CandidateSums {
+  int32_t shared_items[kNumCandidates], shared_states[kNumCandidates];
+  int32_t leaf_items[kNumCandidates], leaf_states[kNumCandidates];
+  NodeTotals shared, leaf;
+};
+
+constexpr int kMostCounted = 1 << 25;  // a warp's sums stop here: more do not fit any scratch
+
+__host__ __device__ inline int add_capped(int sum, int64_t more) {
+  return more >= kMostCounted - sum ? kMostCounted : sum + static_cast<int>(more);
+}
+
+// By kWarps warps: a warp a node, a lane a candidate.
+template <int kWarps>
+__device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
+                               const ListTables& tables, const WorkShape& shape) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const UnitDivider divider(lane);
+  int shared_items = 0, shared_states = 0, leaf_items = 0, leaf_states = 0;
+  NodeTotals shared = {0, 0}, leaf = {0, 0};
+  const int num_entries = tables.num_shared_nodes + tree.num_seqs;
+  for (int i = warp; i < num_entries; i += kWarps) {
+    const Entry entry = find_entry(i, tree, tables, shape);
+    const int units = units_of(entry.kv_len);
+    const int splits = shape.batch_invariant
+                           ? num_splits(entry.kv_len, ~lane, shape.num_kv_heads, entry.is_leaf)
+                           : divider.ceil(units);
+    const int counted = splits > 0 ? splits : 1;  // a sequence with nothing to see needs an item
+    const int64_t items = int64_t{counted} * entry.columns;
+    const int64_t states = int64_t{counted} * entry.states;
+    if (entry.by_leaf_warps) {
+      leaf_items = add_capped(leaf_items, items);
+      leaf_states = add_capped(leaf_states, states);
+      leaf.units = add_capped(leaf.units, int64_t{units} * entry.columns);
+      leaf.longest = max(leaf.longest, units);
+    } else {
+      shared_items = add_capped(shared_items, items);
+      shared_states = add_capped(shared_states, states);
+      shared.units = add_capped(shared.units, int64_t{units} * entry.columns);
+      shared.longest = max(shared.longest, units);
+    }
+  }
+  static_assert(kWarps <= 32, "the sums of all warps must fit");
+  if (shared_items > 0) {
+    atomicAdd(&sums.shared_items[lane], shared_items);
+    atomicAdd(&sums.shared_states[lane], shared_states);
+  }
+  if (leaf_items > 0) {
+    atomicAdd(&sums.leaf_items[lane], leaf_items);
+    atomicAdd(&sums.leaf_states[lane], leaf_states);
+  }
+  if (lane == 0) {
+    atomicAdd(&sums.shared.units, shared.units);
+    atomicMax(&sums.shared.longest, shared.longest);
+    atomicAdd(&sums.leaf.units, leaf.units);
+    atomicMax(&sums.leaf.longest, leaf.longest);
+  }
+}
+
+// The lane whose cost is the least, the first of them; costs are not negative.
+__device__ inline int find_cheapest(float cost) {
+  const uint32_t bits = __float_as_uint(cost);  // ordered like the costs
+  const uint32_t least = __reduce_min_sync(~0u, bits);
+  return __ffs(__ballot_sync(~0u, bits == least)) - 1;
+}
+
+// The splits, and how long the two kinds of warp take with them.
+struct SplitChoice {
+  int32_t shared_split, leaf_split;
+  float shared_us, leaf_us;
+};
+
+// By one warp.
+__device__ inline SplitChoice choose_splits(const CandidateSums& sums, const WorkShape& shape) {
+  const int lane = threadIdx.x % 32, units = candidate_units(lane);
+  const int shared_states = sums.shared_states[lane], leaf_states = sums.leaf_states[lane];
+  const float shared_time = shared_us(sums.shared_items[lane], units, sums.shared, shape);
+  const float leaf_time = leaf_us(sums.leaf_items[lane], units, sums.leaf, shape);
+  constexpr float kLastResort = 1e30f;  // the last candidate always fits: one split a node
+  SplitChoice result;
+  int shared_choice, leaf_choice;
+  if (shape.batch_invariant) {
+    const bool fits = shared_states + leaf_states <= shape.max_states || lane == 31;
+    shared_choice = leaf_choice = __ffs(__ballot_sync(~0u, fits)) - 1;
+    result.shared_split = result.leaf_split = ~shared_choice;
+  } else {
+    const int least = sums.leaf_states[kNumCandidates - 1];
+    const bool shared_fits = shared_states <= shape.max_states - least && lane > 0;
+    shared_choice =
+        find_cheapest(shared_fits ? shared_time + merge_us(shared_states, units, sums.shared, shape)
+                                  : kLastResort);
+    const int left = shape.max_states - sums.shared_states[shared_choice];
+    leaf_choice = find_cheapest(leaf_states <= left
+                                    ? leaf_time + merge_us(leaf_states, units, sums.leaf, shape)
+                                    : kLastResort);
+    if (!leaf_warps_read_leaves(shape)) leaf_choice = shared_choice;
+    result.shared_split = kSplitUnit * candidate_units(shared_choice);
+    result.leaf_split = kSplitUnit * candidate_units(leaf_choice);
+  }
+  result.shared_us = __shfl_sync(~0u, shared_time, shared_choice);
+  result.leaf_us = leaf_memory_us(sums.leaf, shape);
+  return result;
+}
+
+}  // namespace hf_cascade
