@@ -83,7 +83,8 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
   const int lane = threadIdx.x % 32, units = candidate_units(lane);
   const int shared_states = sums.shared_states[lane], leaf_states = sums.leaf_states[lane];
   const float shared_time = shared_us(sums.shared_items[lane], units, sums.shared, shape);
-  const float leaf_time = leaf_us(sums.leaf_items[lane], units, sums.leaf, shape);
+  const int leaf_warps = sums.shared_items[0] == 0 ? kMostLeafWarps : kLeafWarps;
+  const float leaf_time = leaf_us(sums.leaf_items[lane], units, sums.leaf, leaf_warps, shape);
   constexpr float kLastResort = 1e30f;  // the last candidate always fits: one split a node
   SplitChoice result;
   int shared_choice, leaf_choice;

@@ -137,12 +137,13 @@ __host__ __device__ inline float leaf_memory_us(NodeTotals nodes, const WorkShap
   return static_cast<float>(nodes.units) * kSplitUnit * 4.f * shape.head_dim / kBytesPerUs;
 }
 
+// num_leaf_warps: of a CTA.
 __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTotals nodes,
-                                         const WorkShape& shape) {
+                                         int num_leaf_warps, const WorkShape& shape) {
   if (num_items == 0) return 0.f;
   const int longest = split_units < nodes.longest ? split_units : nodes.longest;
   const float mean = kLeafItemUs + kLeafUnitUs * nodes.units / num_items;
-  const float all = ceil_div(num_items, kLeafWarps * shape.num_ctas) * mean;
+  const float all = ceil_div(num_items, num_leaf_warps * shape.num_ctas) * mean;
   const float last = kLeafItemUs + kLeafUnitUs * longest;
   // Where memory is the limit warps do not end at the same time: half an item is lost.
   return at_least(at_least(all, last), leaf_memory_us(nodes, shape) + last / 2);
