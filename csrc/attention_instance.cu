@@ -8,10 +8,8 @@
 namespace hf_cascade {
 namespace {
 
-// The pool as the copy engine sees it: boxes of 16 slots and 64 values of one page and head. Values
-// past head_dim (80 and 96 are no multiples of 64) arrive as zeros.
-CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMapDataType type,
-                     uint64_t head_dim) {
+CUtensorMap encode_map(const void* pool, CUtensorMapDataType type, int rank,
+                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -22,19 +20,43 @@ CUtensorMap pool_map(const void* pool, const AttentionParams& params, CUtensorMa
                     "the driver has no cuTensorMapEncodeTiled: it is older than CUDA 12");
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
   }();
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult status =
+      encode(&map, type, rank, const_cast<void*>(pool), sizes, strides, box, steps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  STD_TORCH_CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", int{status});
+  return map;
+}
+
+// The pool as the copy engine sees it: boxes of 16 slots and 64 values of one page and head. Values
+// past head_dim (80 and 96 are no multiples of 64) arrive as zeros.
+CUtensorMap stage_map(const void* pool, const AttentionParams& params, CUtensorMapDataType type,
+                      uint64_t head_dim) {
   const uint64_t page_size = uint64_t{1} << params.page_size_log2;
   const uint64_t num_heads = params.num_kv_heads, row_bytes = head_dim * 2;
   const cuuint64_t sizes[4] = {head_dim, page_size, num_heads, params.num_pages};
   const cuuint64_t strides[3] = {row_bytes, page_size * row_bytes,
                                  num_heads * page_size * row_bytes};
-  const cuuint32_t box[4] = {kBoxValues, kBoxTokens, 1, 1}, steps[4] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult status =
-      encode(&map, type, 4, const_cast<void*>(pool), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  STD_TORCH_CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", int{status});
-  return map;
+  const cuuint32_t box[4] = {kBoxValues, kBoxTokens, 1, 1};
+  return encode_map(pool, type, 4, sizes, strides, box);
+}
+
+// For leaf warps: boxes of 16 slots and all of their values, panel after panel, if panels are
+// whole.
+CUtensorMap leaf_map(const void* pool, const AttentionParams& params, CUtensorMapDataType type,
+                     uint64_t head_dim) {
+  const uint64_t page_size = uint64_t{1} << params.page_size_log2;
+  const uint64_t num_heads = params.num_kv_heads, row_bytes = head_dim * 2;
+  const bool is_whole = head_dim % kBoxValues == 0;
+  const uint64_t panels = is_whole ? head_dim / kBoxValues : 1;
+  const cuuint64_t sizes[5] = {is_whole ? kBoxValues : head_dim, page_size, panels, num_heads,
+                               params.num_pages};
+  const cuuint64_t strides[4] = {row_bytes, 2 * kBoxValues, page_size * row_bytes,
+                                 num_heads * page_size * row_bytes};
+  const cuuint32_t box[5] = {kBoxValues, kBoxTokens, static_cast<cuuint32_t>(panels), 1, 1};
+  return encode_map(pool, type, 5, sizes, strides, box);
 }
 
 template <typename T, int kHeadDim>
@@ -47,8 +69,10 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) == 9) {
     const auto type = std::is_same_v<T, __half> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-    params.k_map = pool_map(params.k_pool, params, type, kHeadDim);
-    params.v_map = pool_map(params.v_pool, params, type, kHeadDim);
+    params.k_map = stage_map(params.k_pool, params, type, kHeadDim);
+    params.v_map = stage_map(params.v_pool, params, type, kHeadDim);
+    params.leaf_k_map = leaf_map(params.k_pool, params, type, kHeadDim);
+    params.leaf_v_map = leaf_map(params.v_pool, params, type, kHeadDim);
   }
   const int bytes = SharedMemory<Traits>::bytes(params.num_stages);
   check_launch(cudaFuncSetAttribute(cascade_attention_kernel<Traits>,

@@ -64,8 +64,11 @@ struct RowTile {
   static constexpr int kScoreTiles = Traits::kKvTile / 8;
   static constexpr int kPanelBytes = Traits::kKvTile * 128;
 
-  __device__ void start_keys(float (&score)[kScoreTiles][4], uint32_t k) {
-    const uint64_t tile = wgmma::descriptor(k, kPanelBytes);
+  static __device__ uint64_t describe(uint32_t tile) {
+    return wgmma::descriptor(tile, kPanelBytes);
+  }
+
+  __device__ void start_keys(float (&score)[kScoreTiles][4], uint64_t tile) {
 #pragma unroll
     for (int step = 0; step < kDepthSteps; ++step) {
       wgmma::multiply_keys<typename Traits::T>(
@@ -74,8 +77,7 @@ struct RowTile {
     wgmma::commit();
   }
 
-  __device__ void start_values(const uint32_t (&probability)[kScoreTiles / 2][4], uint32_t v) {
-    const uint64_t tile = wgmma::descriptor(v, kPanelBytes);
+  __device__ void start_values(const uint32_t (&probability)[kScoreTiles / 2][4], uint64_t tile) {
 #pragma unroll
     for (int t = 0; t < kScoreTiles / 2; ++t) {
       wgmma::multiply_values<typename Traits::T>(out, probability[t], tile + t * 16 * 128 / 16);

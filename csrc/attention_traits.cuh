@@ -20,7 +20,7 @@ constexpr int kOtherRegisters = 136;  // 2 * 184 + 136 = 3 * 168: more would wai
 static_assert(kAttentionThreads == 384, "three warpgroups");
 constexpr int kBoxValues =
     64;  // the copy engine moves 128 bytes a row: as wide as a swizzled row can be
-constexpr int kMaxLeafSlots = 8;  // of one leaf warp
+constexpr int kMaxLeafSlots = 4;  // of one leaf warp
 
 // In shared memory a row is cut into panels of 64 values = 128 bytes = all 32 banks; the chunks of
 // a panel row are swizzled by the row (chunk ^ row % 8), so 8 rows of one chunk, which ldmatrix
@@ -35,7 +35,11 @@ struct AttentionTraits {
   static constexpr int kKvTile = kv_tile_rows(kHeadDim);
   static constexpr int kTileBytes = kKvTile * kPanels * 128;
   static constexpr int kStageBytes = stage_bytes(kHeadDim);
-  static constexpr int kSlotBytes = 2 * kBoxTokens * kPanels * 128;  // K and V of a leaf's block
+  static constexpr int kBlockBytes = kBoxTokens * kPanels * 128;
+  // A block is one copy if panels are whole.
+  static constexpr int kBlockCopies = kHeadDim % 64 == 0 ? 1 : kPanels;
+  static constexpr int kSlotBytes =
+      2 * kLeafTokens / kBoxTokens * kBlockBytes;  // leaf warps': K, V
   // q, kRowsPerTile rows laid out like a tile, is handed over 16 rows at a time.
   static constexpr int kGranuleRows = 16;
   static constexpr int kQueryBytes = kRowsPerTile * kPanels * 128;
@@ -55,30 +59,31 @@ struct AttentionTraits {
 
 // One KV tile on its way from the producer to the matrix warps, all they need to know of it.
 struct alignas(16) Tile {
-  enum Flags : int32_t { kFirst = 1, kLast = 2, kCausal = 4, kStop = 8, kWhole = 16 };
+  enum Flags : int32_t { kFirst = 1, kLast = 2, kCausal = 4, kStop = 8 };
   int32_t flags;
   int32_t begin, end;  // the tile's tokens that are the item's; the others are padding
   int32_t head;        // kv head
   int32_t num_rows;    // query rows of the item
   int32_t targets;     // which of the two target tables
   int32_t visible;     // causal: the first row that the item's first query token does not see
-  int32_t padding;
+  int32_t num_whole;   // how many tiles follow of which nothing need be known: all their tokens
+                       //   count for all rows, and none is the item's last
 };
 
-// A block of 16 tokens of a leaf's item, in a slot of a leaf warp's ring.
-struct LeafBlock {
-  // Paired: the next block is of the same item, and both are computed on at once.
-  enum Flags : int32_t { kFirst = 1, kLast = 2, kPaired = 4 };
+// Up to 32 tokens of a leaf's item, in a slot of a leaf warp's ring.
+struct alignas(16) LeafTile {
+  enum Flags : int32_t { kFirst = 1, kLast = 2 };
   int32_t flags;
-  int32_t begin, end;  // the block's tokens that are the item's
+  int32_t begin, end;  // the slot's tokens that are the item's
   int32_t head;
   int32_t token;  // the item's
   Target target;
+  int32_t padding[2];
 };
 
 struct LeafRing {
   uint64_t full[kMaxLeafSlots];  // K and V have arrived
-  LeafBlock blocks[kMaxLeafSlots];
+  LeafTile tiles[kMaxLeafSlots];
 };
 
 struct Control {
@@ -90,7 +95,7 @@ struct Control {
   Item item;  // the producer's current one
   Target targets[2][kRowsPerTile];
   int32_t tokens[kRowsPerTile];  // the producer's: rows of q of its item
-  LeafRing leaf_rings[kLeafWarps];
+  LeafRing leaf_rings[kMostLeafWarps];
 };
 
 static_assert(sizeof(Control) <= kControlBytes, "num_stages leaves no more");
@@ -109,14 +114,6 @@ struct SharedMemory {
   __device__ int num_ring_stages(const WorkHeader& header) const {
     return header.shared_stages < num_stages ? header.shared_stages : num_stages;
   }
-  __device__ int num_leaf_slots(const WorkHeader& header) const {
-    const int bytes = (num_stages - num_ring_stages(header)) * Traits::kStageBytes;
-    const int slots = bytes / (kLeafWarps * Traits::kSlotBytes);
-    return slots < kMaxLeafSlots ? slots : kMaxLeafSlots;
-  }
-  __device__ uint32_t leaf_slots(const WorkHeader& header, int leaf_warp) const {
-    return k(num_ring_stages(header)) + leaf_warp * num_leaf_slots(header) * Traits::kSlotBytes;
-  }
   __device__ uint32_t q() const { return k(num_stages); }
   __device__ Control& control() const {
     return *reinterpret_cast<Control*>(base + num_stages * Traits::kStageBytes +
@@ -128,8 +125,8 @@ struct SharedMemory {
 };
 
 struct AttentionParams {
-  CUtensorMap k_map;  // the pools as the copy engine sees them; sm_90 only
-  CUtensorMap v_map;
+  CUtensorMap k_map, v_map;  // the pools as the copy engine sees them, for stages; sm_90 only
+  CUtensorMap leaf_k_map, leaf_v_map;  // and for leaf warps' slots
   TreeParams tree;
   WorkList work;
   const void* q;          // [num_tokens, num_q_heads, head_dim], strides below

@@ -10,11 +10,13 @@
 //            state to its slot, for merge_paths.cuh, the kernel that follows.
 #pragma once
 
-#include "leaf_warp.cuh"
+#include "leaf_warps.cuh"
 #include "matrix_warp.cuh"
 #include "producer.cuh"
 
 namespace hf_cascade {
+
+constexpr int kMatrixBarrier = 3;  // named; 1 and 2 are MatrixWarp's
 
 // Rows of q that no sequence owns get the empty state.
 template <typename Traits>
@@ -32,37 +34,50 @@ __device__ void clear_unowned_rows(const AttentionParams& p) {
   }
 }
 
+// Each by a thread: one after the other they would take as long as a trip to L2.
+__device__ inline void init_barriers(Control& control) {
+  const int i = threadIdx.x;
+  if (i < kMostStages) {
+    ptx::barrier_init(&control.full[i], 33);
+    ptx::barrier_init(&control.empty[i], kMatrixWarps);
+  }
+  if (i < kRowsPerTile / 16) ptx::barrier_init(&control.granule_empty[i], 1);
+  if (i < 2) ptx::barrier_init(&control.targets_empty[i], kMatrixWarps);
+  if (i < kMostLeafWarps * kMaxLeafSlots) {
+    LeafRing& ring = control.leaf_rings[i / kMaxLeafSlots];
+    ptx::barrier_init(&ring.full[i % kMaxLeafSlots], kLeafArrivals);
+  }
+  if (i < 32) ptx::fence_async_proxy();  // the copy engine completes phases of these
+}
+static_assert(kMostLeafWarps * kMaxLeafSlots <= 32 && kMostStages <= 32, "the first warp's");
+
 template <typename Traits>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     cascade_attention_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedMemory<Traits> shared{memory, params.num_stages};
   Control& control = shared.control();
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < params.num_stages; ++i) {
-      ptx::barrier_init(&control.full[i], 33);
-      ptx::barrier_init(&control.empty[i], kMatrixWarps);
-    }
-    for (uint64_t& barrier : control.granule_empty) ptx::barrier_init(&barrier, 1);
-    for (uint64_t& barrier : control.targets_empty) ptx::barrier_init(&barrier, kMatrixWarps);
-    for (LeafRing& ring : control.leaf_rings) {
-      for (uint64_t& barrier : ring.full) ptx::barrier_init(&barrier, kLeafArrivals);
-    }
-    ptx::fence_async_proxy();  // the copy engine completes phases of these
-  }
+  init_barriers(control);
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < kMatrixWarps) {
     ptx::take_registers<kMatrixRegisters>();
     clear_unowned_rows<Traits>(params);
-    MatrixWarp<Traits>(params, shared).run();
+    LeafWarps<Traits> leaf_warps(params, shared);
+    if (leaf_warps.are_alone()) {
+      leaf_warps.run(kLeafWarps + warp);
+    } else {
+      MatrixWarp<Traits>(params, shared).run();
+      ptx::named_barrier_sync(kMatrixBarrier, kMatrixThreads);  // nobody reads the ring any more
+      leaf_warps.help(warp);
+    }
   } else {
     ptx::give_registers<kOtherRegisters>();
     if (warp == kProducerWarp) {
       Producer<Traits>(params, shared).run();
     } else {
-      LeafWarp<Traits>(params, shared, warp - kMatrixWarps).run();
+      LeafWarps<Traits>(params, shared).run(warp - kMatrixWarps);
     }
   }
 }

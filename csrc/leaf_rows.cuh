@@ -19,6 +19,7 @@ template <typename Traits>
 struct LeafRows {
   using T = typename Traits::T;
   static constexpr int kDepthSteps = Traits::kHeadDim / 16;
+  static constexpr int kBlocks = kLeafTokens / kBoxTokens;
   // More registers than a leaf warp has: such q is read anew for each block, from L1.
   static constexpr bool kKeepsQuery = Traits::kHeadDim <= 128;
 
@@ -45,53 +46,60 @@ struct LeafRows {
     }
   }
 
-  // Blocks k and v of 16 tokens, of which [begin, end) count; kCount of them at once hide each
-  // other's latency.
-  template <int kCount>
-  __device__ void attend(const uint32_t (&k)[kCount], const uint32_t (&v)[kCount],
-                         const int (&begin)[kCount], const int (&end)[kCount], float scale_log2) {
+  // 32 tokens, of which [begin, end) count: two blocks of 16 rows of K, and of V.
+  __device__ void attend(uint32_t k, uint32_t v, int begin, int end, float scale_log2) {
     const int lane = threadIdx.x % 32;
-    // Two chains of products at a time: one waits for the other's result.
-    constexpr int kChains = 3 - kCount;
-    float score[kCount][4], chain[kCount][kChains][4] = {};
+    // Four chains of products, and four operands on their way at a time: they hide each other's
+    // latency.
+    float chain[2][kBlocks][4] = {};
 #pragma unroll
     for (int step = 0; step < kDepthSteps; ++step) {
-      uint32_t loaded[2];
-      if constexpr (!kKeepsQuery) load_query(loaded, step);
-      const uint32_t (&b)[2] = kKeepsQuery ? query[step] : loaded;
+      if constexpr (!kKeepsQuery) load_query(query[0], step);
+      const uint32_t (&b)[2] = query[kKeepsQuery ? step : 0];
+      uint32_t a[kBlocks][4];  // tokens 0..7 then 8..15, of the first then of the last 8 values
 #pragma unroll
-      for (int c = 0; c < kCount; ++c) {
-        uint32_t a[4];  // tokens 0..7 then 8..15, of the first then of the last 8 values
-        ptx::load_matrices(a, swizzled<kBoxTokens>(k[c], lane % 16, 2 * step + lane / 16));
-        ptx::multiply_add<T>(chain[c][step % kChains], a, b[0], b[1]);
+      for (int c = 0; c < kBlocks; ++c) {
+        ptx::load_matrices(a[c], swizzled<kBoxTokens>(k + c * Traits::kBlockBytes, lane % 16,
+                                                      2 * step + lane / 16));
+      }
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        ptx::multiply_add<T>(chain[step % 2][c], a[c], b[0], b[1]);
       }
     }
+    float score[kBlocks][4], keep[2];
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) {
+    for (int c = 0; c < kBlocks; ++c) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int token = lane / 4 + i / 2 * 8;
-        const bool counts = token >= begin[c] && token < end[c];
-        const float sum = chain[c][0][i] + (kChains > 1 ? chain[c][kChains - 1][i] : 0.f);
-        score[c][i] = counts ? sum : negative_infinity();
+        const int token = kBoxTokens * c + lane / 4 + i / 2 * 8;
+        const bool counts = (token >= begin) & (token < end);
+        score[c][i] = counts ? chain[0][c][i] + chain[1][c][i] : negative_infinity();
       }
     }
-    float keep[2];
     if (softmax.soften(score, keep, scale_log2)) rescale(keep);
-    uint32_t b[kCount][2];
+    uint32_t b[kBlocks][2];
 #pragma unroll
-    for (int c = 0; c < kCount; ++c) {
+    for (int c = 0; c < kBlocks; ++c) {
       b[c][0] = ptx::transpose(pack<T>(score[c][0], score[c][1]));
       b[c][1] = ptx::transpose(pack<T>(score[c][2], score[c][3]));
     }
+    constexpr int kAtOnce = kDepthSteps % 4 == 0 ? 4 : kDepthSteps % 3 == 0 ? 3 : 5;
 #pragma unroll
-    for (int j = 0; j < kDepthSteps; ++j) {
+    for (int first = 0; first < kDepthSteps; first += kAtOnce) {
 #pragma unroll
-      for (int c = 0; c < kCount; ++c) {
-        uint32_t a[4];  // values 0..7 then 8..15, of the first then of the last 8 tokens
-        const int token = lane % 8 + lane / 16 * 8;
-        ptx::load_matrices_transposed(a, swizzled<kBoxTokens>(v[c], token, 2 * j + lane / 8 % 2));
-        ptx::multiply_add<T>(out[j], a, b[c][0], b[c][1]);
+      for (int c = 0; c < kBlocks; ++c) {
+        uint32_t a[kAtOnce][4];  // values 0..7 then 8..15, of the first then of the last 8 tokens
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          const int token = lane % 8 + lane / 16 * 8, chunk = 2 * (first + j) + lane / 8 % 2;
+          ptx::load_matrices_transposed(
+              a[j], swizzled<kBoxTokens>(v + c * Traits::kBlockBytes, token, chunk));
+        }
+#pragma unroll
+        for (int j = 0; j < kAtOnce; ++j) {
+          ptx::multiply_add<T>(out[first + j], a[j], b[c][0], b[c][1]);
+        }
       }
     }
   }

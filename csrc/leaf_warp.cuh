@@ -28,43 +28,65 @@ constexpr int kLeafArrivals = 32;
 template <typename Traits>
 class LeafWarp {
  public:
-  __device__ LeafWarp(const AttentionParams& params, const SharedMemory<Traits>& shared, int warp)
-      : p_(params), ring_(shared.control().leaf_rings[warp]), lane_(threadIdx.x % 32) {
+  // `slots`: shared memory for a ring of num_slots; `place`: which of the CTA's leaf warps it is.
+  __device__ LeafWarp(const AttentionParams& params, LeafRing& ring, uint32_t slots, int num_slots)
+      : p_(params), ring_(ring), lane_(threadIdx.x % 32), num_slots_(num_slots), slots_(slots) {
     const WorkHeader& header = *params.work.header;
-    if (!params.may_start_early) ptx::wait_for_previous_kernel();
     num_items_ = header.num_leaf_items;
     items_ = params.work.items + header.num_shared_items;
-    num_slots_ = shared.num_leaf_slots(header);
-    slots_ = shared.leaf_slots(header, warp);
-    num_leaf_warps_ = kLeafWarps * static_cast<int>(gridDim.x);
-    // Neighbouring items on different multiprocessors.
-    ticket_ = warp * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   }
 
-  __device__ void run() {
+  // As one of `num_places` a CTA that are here from the start.
+  __device__ void run(int place, int num_places) {
+    const int num_ctas = static_cast<int>(gridDim.x);
+    first_drawn_ = 2 * num_places * num_ctas;
+    // Neighbouring items on different multiprocessors.
+    ticket_ = place * num_ctas + static_cast<int>(blockIdx.x);
     if (ticket_ >= num_items_) return;
-    words_ = load_item(ticket_);
-    next_ticket_ = ticket_ + num_leaf_warps_;
-    next_words_ = load_item(next_ticket_);
-    pages_ahead_ = load_pages(words_, 0);
-    if (p_.may_start_early) ptx::wait_for_previous_kernel();  // the newest tokens, and q
+    next_ticket_ = ticket_ + num_places * num_ctas;
+    is_early_ = p_.may_start_early;
+    take_all();
+  }
+
+  // As one who comes to help those.
+  __device__ void help(int num_places) {
+    first_drawn_ = 2 * num_places * static_cast<int>(gridDim.x);
     draw_ticket();
-    for (;;) {
-      while (num_fetched_ < num_slots_ && fetch_block()) {
-      }
-      __syncwarp();  // what lane 0 stored of the blocks
-      if (num_fetched_ == 0) return;
-      if (is_next_due_) take_next_item();
-      compute();
-      __syncwarp();  // all lanes have read the slots that the next blocks go to
-    }
+    ticket_ = drawn_ticket();
+    draw_ticket();
+    next_ticket_ = drawn_ticket();
+    take_all();
   }
 
  private:
+  __device__ void take_all() {
+    words_ = load_item(ticket_);
+    next_words_ = load_item(next_ticket_);
+    pages_ahead_ = load_pages(words_, 0);
+    if (!is_early_) draw_ticket();
+    for (;;) {
+      while (num_fetched_ < num_slots_ && fetch_tile()) {
+      }
+      __syncwarp();  // what lane 0 stored of the tiles
+      if (num_fetched_ == 0) break;
+      if (is_next_due_) take_next_item();
+      compute();
+      __syncwarp();  // all lanes have read the slot that the next tile goes to
+    }
+  }
+
+  // Where the kernel before us only appends to leaves, all but their last tokens can be had early.
+  __device__ void wait_if_early() {
+    if (!is_early_) return;
+    ptx::wait_for_previous_kernel();
+    is_early_ = false;
+    draw_ticket();
+  }
+
   // ------------------------------------------------------------------ items
 
   // A lane a word. An item's words are loaded one item ahead, its ticket drawn two ahead; the first
-  // two tickets of a warp need no drawing.
+  // two tickets of a warp that is here from the start need no drawing.
   static constexpr int kItemWords = sizeof(Item) / sizeof(int32_t);
 
   __device__ int32_t load_item(int ticket) const {
@@ -76,11 +98,13 @@ class LeafWarp {
     if (lane_ == 0) drawn_ = atomicAdd(p_.ticket + 1, 1);
   }
 
+  __device__ int drawn_ticket() const { return __shfl_sync(~0u, drawn_, 0) + first_drawn_; }
+
   static __device__ int32_t word(int32_t words, size_t offset) {
     return __shfl_sync(~0u, words, static_cast<int>(offset / sizeof(int32_t)));
   }
 
-  // The pages of blocks [first, first + 32) of the item, a lane a block.
+  // The pages of blocks [first, first + 32) of the item, a lane a block of 16 tokens.
   __device__ int32_t load_pages(int32_t words, int first) const {
     const int begin_slot = word(words, offsetof(Item, begin_slot));
     const int end_slot = word(words, offsetof(Item, end_slot));
@@ -94,9 +118,15 @@ class LeafWarp {
     ticket_ = next_ticket_;
     delay(p_, ~ticket_);
     words_ = next_words_;
-    next_ticket_ = __shfl_sync(~0u, drawn_, 0) + 2 * num_leaf_warps_;
+    if (ticket_ >= num_items_) return;
+    pages_ahead_ = load_pages(words_, 0);
+    next_ticket_ = num_items_;
+    if (first_drawn_ < num_items_) {
+      wait_if_early();
+      next_ticket_ = drawn_ticket();
+      draw_ticket();
+    }
     next_words_ = load_item(next_ticket_);
-    draw_ticket();
   }
 
   __device__ void begin_item() {
@@ -105,58 +135,71 @@ class LeafWarp {
     head_ = word(words_, offsetof(Item, head));
     token_ = word(words_, offsetof(Item, token));
     target_ = word(words_, offsetof(Item, target));
+    grows_ = word(words_, offsetof(Item, grows));
+    start_ = align_slot(begin_slot_);
     block_ = 0;
-    num_blocks_ = max(1, ceil_div(end_slot_ - align_slot(begin_slot_), kBoxTokens));
   }
 
-  // ------------------------------------------------------------------ blocks
+  // ------------------------------------------------------------------ tiles
 
-  // Sends for the next block; false if there is none.
-  __device__ bool fetch_block() {
-    if (block_ == num_blocks_) {
+  // Sends for the next tile; false if there is none.
+  __device__ bool fetch_tile() {
+    if (!is_item_open_) {
       if (is_next_due_) take_next_item();
       if (ticket_ >= num_items_) return false;
       begin_item();
+      is_item_open_ = true;
     }
     if (block_ % 32 == 0) {
       pages_ = pages_ahead_;
-      const bool has_more = block_ + 32 < num_blocks_;
-      pages_ahead_ = load_pages(has_more ? words_ : next_words_, has_more ? block_ + 32 : 0);
+      if (start_ + 32 * kBoxTokens < end_slot_) pages_ahead_ = load_pages(words_, block_ + 32);
     }
-    const int start = align_slot(begin_slot_) + block_ * kBoxTokens;
-    LeafBlock block;
-    block.begin = max(0, begin_slot_ - start);
-    block.end = min(kBoxTokens, end_slot_ - start);
-    block.head = head_;
-    block.token = token_;
-    block.target = target_;
-    block.flags = (block_ == 0 ? LeafBlock::kFirst : 0) |
-                  (block_ % 2 == 0 && block_ + 1 < num_blocks_ ? LeafBlock::kPaired : 0) |
-                  (block_ + 1 == num_blocks_ ? LeafBlock::kLast : 0);
-    if (lane_ == 0) ring_.blocks[fetch_slot_] = block;
-    load_block(block, __shfl_sync(~0u, pages_, block_ % 32), start);
+    const int next_start = start_ + kLeafTokens;
+    const bool is_last = next_start >= end_slot_;
+    if (is_last && grows_) wait_if_early();
+    LeafTile tile = {};
+    tile.flags = (block_ == 0 ? LeafTile::kFirst : 0) | (is_last ? LeafTile::kLast : 0);
+    tile.begin = max(0, begin_slot_ - start_);
+    tile.end = min(kLeafTokens, end_slot_ - start_);
+    tile.head = head_;
+    tile.token = token_;
+    tile.target = target_;
+    load(tile);
     fetch_slot_ = after(fetch_slot_);
     ++num_fetched_;
-    if (++block_ == num_blocks_) is_next_due_ = true;
+    start_ = next_start;
+    block_ += LeafRows<Traits>::kBlocks;
+    is_item_open_ = !is_last;
+    is_next_due_ = is_last;
     return true;
   }
 
-  // Rows of the slot outside the block's tokens hold whatever is near; `compute` clears them in V.
+  // Rows of the slot outside the tile's tokens hold whatever is near; `compute` clears them in V.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  __device__ void load_block(const LeafBlock& block, int page, int start) {
+  __device__ void load(const LeafTile& tile) {
+    constexpr int kBlocks = LeafRows<Traits>::kBlocks;
     uint64_t* full = &ring_.full[fetch_slot_];
-    if (ptx::elect_lane()) {
-      if (block.end > 0) {
-        constexpr int kPanelBytes = kBoxTokens * 128;
-        const int offset = start & ((1 << p_.page_size_log2) - 1);
-        const uint32_t k = k_slot(fetch_slot_), v = v_slot(fetch_slot_);
-        ptx::barrier_expect_bytes(full, 2 * Traits::kPanels * kPanelBytes);
+    const uint32_t k = k_slot(fetch_slot_), v = v_slot(fetch_slot_);
+    int page[kBlocks], slot[kBlocks];
 #pragma unroll
-        for (int panel = 0; panel < Traits::kPanels; ++panel) {
-          ptx::copy_box(k + panel * kPanelBytes, &p_.k_map, full, panel * kBoxValues, offset,
-                        block.head, page);
-          ptx::copy_box(v + panel * kPanelBytes, &p_.v_map, full, panel * kBoxValues, offset,
-                        block.head, page);
+    for (int c = 0; c < kBlocks; ++c) {
+      page[c] = __shfl_sync(~0u, pages_, (block_ + c) % 32);
+      slot[c] = (start_ + c * kBoxTokens) & ((1 << p_.page_size_log2) - 1);
+    }
+    const int blocks = ceil_div(tile.end, kBoxTokens);  // 0: nothing to see
+    if (ptx::elect_lane()) {
+      ring_.tiles[fetch_slot_] = tile;
+      ptx::barrier_expect_bytes(full, 2 * blocks * Traits::kBlockBytes);
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) {
+        if (c >= blocks) break;
+#pragma unroll
+        for (int i = 0; i < Traits::kBlockCopies; ++i) {
+          const int offset = c * Traits::kBlockBytes + i * kBoxTokens * 128;
+          ptx::copy_box(k + offset, &p_.leaf_k_map, full, i * kBoxValues, slot[c], 0, tile.head,
+                        page[c]);
+          ptx::copy_box(v + offset, &p_.leaf_v_map, full, i * kBoxValues, slot[c], 0, tile.head,
+                        page[c]);
         }
       }
       ptx::barrier_arrive(full);
@@ -164,77 +207,72 @@ class LeafWarp {
     __syncwarp();
   }
 #else
-  __device__ void load_block(const LeafBlock& block, int page, int start) {
-    const int offset = start & ((1 << p_.page_size_log2) - 1);
-    const int64_t first_row =
-        ((int64_t{page} * p_.num_kv_heads + block.head) << p_.page_size_log2) + offset;
+  __device__ void load(const LeafTile& tile) {
+    if (lane_ == 0) ring_.tiles[fetch_slot_] = tile;
     const uint32_t k = k_slot(fetch_slot_), v = v_slot(fetch_slot_);
+    const char* k_pool = static_cast<const char*>(p_.k_pool);
+    const char* v_pool = static_cast<const char*>(p_.v_pool);
 #pragma unroll
-    for (int i = 0; i < kBoxTokens * Traits::kRowChunks / 32; ++i) {
-      const int row = (32 * i + lane_) / Traits::kRowChunks;
-      const int chunk = (32 * i + lane_) % Traits::kRowChunks;
-      const bool exists = row >= block.begin && row < block.end;
-      const int64_t source = ((first_row + row) * Traits::kRowChunks + chunk) * 16;
-      const uint32_t place = swizzled<kBoxTokens>(0, row, chunk);
-      ptx::copy_async_16(k + place, static_cast<const char*>(p_.k_pool) + source, exists);
-      ptx::copy_async_16(v + place, static_cast<const char*>(p_.v_pool) + source, exists);
+    for (int c = 0; c < LeafRows<Traits>::kBlocks; ++c) {
+      const int page = __shfl_sync(~0u, pages_, (block_ + c) % 32);
+      const int slot = (start_ + c * kBoxTokens) & ((1 << p_.page_size_log2) - 1);
+      const int64_t first_row =
+          ((int64_t{page} * p_.num_kv_heads + tile.head) << p_.page_size_log2) + slot;
+#pragma unroll
+      for (int i = 0; i < kBoxTokens * Traits::kRowChunks / 32; ++i) {
+        const int row = (32 * i + lane_) / Traits::kRowChunks;
+        const int chunk = (32 * i + lane_) % Traits::kRowChunks;
+        const int token = c * kBoxTokens + row;
+        const bool exists = token >= tile.begin && token < tile.end;
+        const int64_t source = ((first_row + row) * Traits::kRowChunks + chunk) * 16;
+        const uint32_t place = c * Traits::kBlockBytes + swizzled<kBoxTokens>(0, row, chunk);
+        ptx::copy_async_16(k + place, k_pool + source, exists);
+        ptx::copy_async_16(v + place, v_pool + source, exists);
+      }
     }
     ptx::barrier_arrive_after_copies(&ring_.full[fetch_slot_]);
   }
 #endif
 
-  // The oldest block, or the oldest two of one item.
+  // The oldest tile.
   __device__ void compute() {
-    LeafBlock block = ring_.blocks[slot_];
-    if (block.flags & LeafBlock::kFirst) {
+    const LeafTile tile = ring_.tiles[slot_];
+    if (tile.flags & LeafTile::kFirst) {
       rows_.clear();
-      rows_.load_queries(query_row(block));
+      rows_.load_queries(query_row(tile));
     }
-    if (num_slots_ > 1 && block.flags & LeafBlock::kPaired) {
-      const int second = after(slot_);
-      const LeafBlock next = ring_.blocks[second];
-      await(slot_, block);
-      await(second, next);
-      rows_.template attend<2>({k_slot(slot_), k_slot(second)}, {v_slot(slot_), v_slot(second)},
-                               {block.begin, next.begin}, {block.end, next.end}, p_.scale_log2);
-      slot_ = after(second);
-      num_fetched_ -= 2;
-      block = next;
-    } else {
-      await(slot_, block);
-      rows_.template attend<1>({k_slot(slot_)}, {v_slot(slot_)}, {block.begin}, {block.end},
-                               p_.scale_log2);
-      slot_ = after(slot_);
-      --num_fetched_;
+    ptx::barrier_wait(&ring_.full[slot_], (phases_ >> slot_) & 1);
+    phases_ ^= 1u << slot_;
+    if (tile.begin > 0 || tile.end < kLeafTokens) {
+#pragma unroll
+      for (int c = 0; c < LeafRows<Traits>::kBlocks; ++c) {
+        clear_rows<Traits, kBoxTokens>(v_slot(slot_) + c * Traits::kBlockBytes,
+                                       tile.begin - c * kBoxTokens, tile.end - c * kBoxTokens);
+      }
     }
-    if (block.flags & LeafBlock::kLast) finish(block);
-  }
-
-  __device__ void await(int slot, const LeafBlock& block) {
-    ptx::barrier_wait(&ring_.full[slot], (phases_ >> slot) & 1);
-    phases_ ^= 1u << slot;
-    if (block.begin > 0 || block.end < kBoxTokens) {
-      clear_rows<Traits, kBoxTokens>(v_slot(slot), block.begin, block.end);
-    }
+    rows_.attend(k_slot(slot_), v_slot(slot_), tile.begin, tile.end, p_.scale_log2);
+    slot_ = after(slot_);
+    --num_fetched_;
+    if (tile.flags & LeafTile::kLast) finish(tile);
   }
 
   // The query row of this thread: row lane / 4 of the group; null where there is none.
-  __device__ const void* query_row(const LeafBlock& block) const {
+  __device__ const void* query_row(const LeafTile& tile) const {
     const int row = lane_ / 4;
-    if (row >= p_.group_size || block.token < 0) return nullptr;
+    if (row >= p_.group_size || tile.token < 0) return nullptr;
     const int64_t chunk =
-        block.token * p_.q_token_stride + (block.head * p_.group_size + row) * p_.q_head_stride;
+        tile.token * p_.q_token_stride + (tile.head * p_.group_size + row) * p_.q_head_stride;
     return static_cast<const char*>(p_.q) + chunk * 16;
   }
 
-  __device__ void finish(const LeafBlock& block) {
+  __device__ void finish(const LeafTile& tile) {
     rows_.softmax.finish_sums();
-    if (block.token < 0) return;
+    if (tile.token < 0) return;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * (lane_ % 4) + r;
       if (row >= p_.group_size) continue;
-      const TargetRow<Traits> target(p_, block.target, block.head * p_.group_size + row);
+      const TargetRow<Traits> target(p_, tile.target, tile.head * p_.group_size + row);
       const float normalizer = rows_.softmax.normalizer(r);
 #pragma unroll
       for (int j = 0; j < LeafRows<Traits>::kDepthSteps; ++j) {
@@ -252,18 +290,23 @@ class LeafWarp {
   const AttentionParams& p_;
   LeafRing& ring_;
   const int lane_;
-  int num_items_, num_slots_, num_leaf_warps_;
+  const int num_slots_;
+  const uint32_t slots_;  // shared memory
+  int num_items_;
   const Item* items_;
-  uint32_t slots_;  // shared memory
+  bool is_early_ = false;  // the kernel before us may still run
 
-  int ticket_, next_ticket_ = 0;
+  int ticket_ = 0, next_ticket_ = 0, first_drawn_ = 0;
   int32_t words_ = 0, next_words_ = 0;  // the lane's word of these items
   int drawn_ = 0;                       // lane 0's
-  bool is_next_due_ = false;            // all blocks of the item are sent for
-  // The item whose blocks are being fetched.
+  bool is_next_due_ = false;            // all tiles of the item are sent for
+  // The item whose tiles are being fetched.
+  bool is_item_open_ = false;
   int begin_slot_ = 0, end_slot_ = 0, head_ = 0, token_ = 0;
   Target target_ = kNowhere;
-  int block_ = 0, num_blocks_ = 0;
+  bool grows_ = false;
+  int start_ = 0;                        // slot of the next tile
+  int block_ = 0;                        // of 16 tokens, that starts there
   int32_t pages_ = 0, pages_ahead_ = 0;  // of 32 blocks, and of the 32 after them
   int fetch_slot_ = 0, slot_ = 0;        // the next to fill, the next to compute on
   int num_fetched_ = 0;

@@ -26,8 +26,6 @@ class MatrixWarp {
         warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0)) {}
 
   __device__ void run() {
-    if (!p_.may_start_early) ptx::wait_for_previous_kernel();  // the work list
-    if (p_.work.header->num_shared_items == 0) return;
     num_stages_ = shared_.num_ring_stages(*p_.work.header);
     for (;;) {
       Tile tile = next_tile();
@@ -54,23 +52,13 @@ class MatrixWarp {
     Tile tile = control_.tiles[stage_];
     tile.flags = __shfl_sync(~0u, tile.flags, 0);  // the compiler learns that warps don't diverge
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
+    tile.num_whole = __shfl_sync(~0u, tile.num_whole, 0);
     return tile;
-  }
-
-  // The same for a tile of the item that `tile` is of: what does not change is not read again.
-  __device__ void continue_item(Tile& tile) {
-    ptx::barrier_wait(&control_.full[stage_], phase_);
-    const Tile& next = control_.tiles[stage_];
-    tile.flags = __shfl_sync(~0u, next.flags, 0);
-    if (tile.flags & Tile::kWhole) return;
-    tile.begin = next.begin;
-    tile.end = next.end;
-    tile.visible = next.visible;
   }
 
   __device__ void release(int stage) {
     __syncwarp();
-    if (lane_ == 0) ptx::barrier_arrive(&control_.empty[stage]);
+    if (ptx::elect_lane()) ptx::barrier_arrive(&control_.empty[stage]);
   }
 
   __device__ void advance() {
@@ -81,6 +69,11 @@ class MatrixWarp {
   }
 
   // ------------------------------------------------------------------ tiles
+
+  // All rows see all of the tile.
+  static __device__ bool is_whole(const Tile& tile) {
+    return tile.begin == 0 && tile.end == Traits::kKvTile && !(tile.flags & Tile::kCausal);
+  }
 
   // Per row of this thread: the first row of the tile that it does not see.
   __device__ void find_limits(int (&limit)[2], const Tile& tile) const {
@@ -94,7 +87,7 @@ class MatrixWarp {
   }
 
   __device__ void clear_tile_padding(const Tile& tile) {
-    if (tile.flags & Tile::kWhole) return;
+    if (tile.begin == 0 && tile.end == Traits::kKvTile) return;
     clear_rows<Traits, Traits::kKvTile>(shared_.v(stage_), tile.begin, tile.end);
   }
 
@@ -118,7 +111,7 @@ class MatrixWarp {
       if (has_partner && warpgroup() == 1) end_turn();
       if (has_partner) await_turn();
       wgmma::fence();
-      rows_.start_keys(score, shared_.k(stage_));
+      rows_.start_keys(score, rows_.describe(shared_.k(stage_)));
       if (has_partner) end_turn();
       wgmma::wait<0>();
       wgmma::settle(score);
@@ -128,12 +121,16 @@ class MatrixWarp {
       int previous = stage_;  // its P V is due
       while (!(tile.flags & Tile::kLast)) {
         advance();
-        continue_item(tile);
+        const uint64_t keys = rows_.describe(shared_.k(stage_));
+        const uint64_t values = rows_.describe(shared_.v(previous));
         bool moves;
-        if (tile.flags & Tile::kWhole) {
-          moves = take_turn<false>(score, probability, keep, tile, previous, has_partner);
+        if (tile.num_whole > 0) {
+          --tile.num_whole;
+          ptx::barrier_wait(&control_.full[stage_], phase_);
+          moves = take_turn<false>(score, probability, keep, tile, keys, values, has_partner);
         } else {
-          moves = take_turn<true>(score, probability, keep, tile, previous, has_partner);
+          tile = next_tile();
+          moves = take_turn<true>(score, probability, keep, tile, keys, values, has_partner);
         }
         release(previous);
         if (moves) rows_.rescale(keep);
@@ -142,7 +139,7 @@ class MatrixWarp {
       }
       if (has_partner) await_turn();
       wgmma::fence();
-      rows_.start_values(probability, shared_.v(previous));
+      rows_.start_values(probability, rows_.describe(shared_.v(previous)));
       if (has_partner && warpgroup() == 0) end_turn();  // the last turn ends with the item
       wgmma::wait<0>();
       wgmma::settle(rows_.out);
@@ -155,7 +152,7 @@ class MatrixWarp {
   // waits for all products at the first branch after them: there is none between the waits.
   template <bool kMasked>
   __device__ bool take_turn(Scores& score, const Probabilities& probability, float (&keep)[2],
-                            const Tile& tile, int previous, bool has_partner) {
+                            const Tile& tile, uint64_t keys, uint64_t values, bool has_partner) {
     int limit[2];
     if constexpr (kMasked) {
       find_limits(limit, tile);
@@ -163,8 +160,8 @@ class MatrixWarp {
     }
     if (has_partner) await_turn();
     wgmma::fence();
-    rows_.start_keys(score, shared_.k(stage_));
-    rows_.start_values(probability, shared_.v(previous));
+    rows_.start_keys(score, keys);
+    rows_.start_values(probability, values);
     if (has_partner) end_turn();
     wgmma::wait<1>();
     wgmma::settle(score);
@@ -188,7 +185,7 @@ class MatrixWarp {
     if (tile.flags & Tile::kFirst) load_queries(tile);
     const uint32_t k = shared_.k(stage), v = shared_.v(stage);
     int limit[2] = {};
-    if (tile.flags & Tile::kWhole) {
+    if (is_whole(tile)) {
       rows_.template attend<false>(shared_.q(), first_row(), k, v, 0, limit, p_.scale_log2);
     } else {
       find_limits(limit, tile);

@@ -53,7 +53,8 @@ struct alignas(16) Item {
   int32_t split;       // of a shared node: which one, added to the reads' targets
   int32_t token;       // of one token: its row of q; -1: the sequence has none
   int32_t target;      // of one token: a Target
-  int32_t padding[3];
+  int32_t grows;       // leaf warps': its last token is of this step
+  int32_t padding[2];
 };
 
 struct WorkList {

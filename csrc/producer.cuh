@@ -211,9 +211,9 @@ class Producer : TileLoader<Traits> {
           tile.visible = segment.seen - start;
           if (tile.visible < tile.end) tile.flags |= Tile::kCausal;
         }
-        const bool is_whole = tile.begin == 0 && tile.end == Traits::kKvTile;
-        if (is_whole && !(tile.flags & Tile::kCausal)) tile.flags |= Tile::kWhole;
         if (--remaining_ == 0) tile.flags |= Tile::kLast;
+        const int seen_by_all = segment.seen > 0 ? min(segment.seen, segment.end) : segment.end;
+        tile.num_whole = max(0, min(remaining_ - 1, (seen_by_all - start) / Traits::kKvTile - 1));
         send(tile, pages, start);
         item_.flags &= ~Tile::kFirst;
         start += Traits::kKvTile;

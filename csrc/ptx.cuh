@@ -70,15 +70,17 @@ __device__ __forceinline__ void barrier_expect_bytes(uint64_t* barrier, uint32_t
 
 // True in one lane of the warp, and the compiler knows it.
 __device__ __forceinline__ bool elect_lane() {
-  uint32_t elected = 0;
 #if __CUDA_ARCH__ >= 900
+  uint32_t elected;
   asm volatile(
       "{ .reg .pred p;"
       "  elect.sync _|p, 0xffffffff;"
       "  selp.u32 %0, 1, 0, p; }"
       : "=r"(elected));
-#endif
   return elected != 0;
+#else
+  return threadIdx.x % 32 == 0;
+#endif
 }
 
 // The copy engine moves a box of a 4-d tensor to shared memory and tells the barrier its bytes.
@@ -88,6 +90,16 @@ __device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint6
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
       "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(target),
       "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
+// The same of a 5-d tensor.
+__device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint64_t* barrier, int x,
+                                         int y, int z, int w, int u) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u)
       : "memory");
 }
 

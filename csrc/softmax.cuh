@@ -33,17 +33,19 @@ struct Softmax {
   template <int kTiles>
   __device__ bool soften(float (&score)[kTiles][4], float (&keep)[2], float scale_log2) {
     constexpr float kSlack = 8.f;
-    float larger[2] = {negative_infinity(), negative_infinity()}, offset[2];
-    // Maxima of pairs first: half the chain of dependent instructions.
+    // Four chains of maxima, two a row: each waits for its last instruction.
+    float larger[2], chain[2][2], offset[2];
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const float pair =
             fmaxf(score[j][kByRow ? 2 * r : r], score[j][kByRow ? 2 * r + 1 : r + 2]);
-        larger[r] = fmaxf(larger[r], pair);
+        chain[r][j % 2] = j < 2 ? pair : fmaxf(chain[r][j % 2], pair);
       }
     }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) larger[r] = fmaxf(chain[r][0], chain[r][1]);
     bool moves = false;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

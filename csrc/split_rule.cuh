@@ -95,14 +95,14 @@ __host__ __device__ inline bool is_single(int num_readers, const WorkShape& shap
 }
 
 __host__ __device__ inline bool leaf_warps_read_leaves(const WorkShape& shape) {
-  return shape.group_size <= kMaxLeafRows;
+  return shape.group_size <= kMaxLeafRows && shape.num_stages > 1;
 }
 
 // ---------------------------------------------------------------------- estimates
 
 constexpr float kTileUs = 0.8f;          // matrix warps, for 64 tokens
 constexpr float kSharedItemTiles = 3.f;  // start and end of an item, in such tiles
-constexpr float kLeafUnitUs = 0.9f;      // a leaf warp, for 64 tokens
+constexpr float kLeafUnitUs = 1.2f;      // a leaf warp, for 64 tokens
 constexpr float kLeafItemUs = 1.5f;      // start and end of an item
 constexpr float kMergeStateUs = 0.05f;   // a warp merges 16 states of a row in 0.8 us
 constexpr float kBytesPerUs = 4.4e6f;

@@ -22,8 +22,8 @@ __host__ __device__ constexpr int num_stages(int head_dim, int shared_bytes) {
   return found > kMostStages ? kMostStages : found;
 }
 
-// Stages for the matrix warps; the others are the leaf warps'. Half of them, or one to the side
-// that has more to do.
+// Stages for the matrix warps; the others are the leaf warps'. Half of them, or one more if the
+// matrix warps have more to do.
 __host__ __device__ constexpr int shared_stages(int num_stages, int num_shared_items,
                                                 int num_leaf_items, float shared_us,
                                                 float leaf_us) {
@@ -31,7 +31,6 @@ __host__ __device__ constexpr int shared_stages(int num_stages, int num_shared_i
   if (num_leaf_items == 0) return num_stages;
   int stages = (num_stages + 1) / 2;
   if (shared_us > 2 * leaf_us) ++stages;
-  if (leaf_us > 4 * shared_us) --stages;
   return stages < 1 ? 1 : stages >= num_stages ? num_stages - 1 : stages;
 }
 

@@ -9,7 +9,9 @@ constexpr int kBoxTokens = 16;     // tiles start at multiples of this many slot
                                    // smaller, and the copy engine moves that many at a time
 constexpr int kRowsPerTile = 128;  // query rows of one item of matrix warps
 constexpr int kMaxLeafRows = 8;    // query rows of one item of a leaf warp
-constexpr int kLeafWarps = 3;      // of a CTA
+constexpr int kLeafTokens = 32;    // that a leaf warp fetches and computes on at a time
+constexpr int kLeafWarps = 3;      // of a CTA beside matrix warps
+constexpr int kMostLeafWarps = 6;  // where matrix warps have nothing to do, some of them help
 
 __host__ __device__ constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 

@@ -16,7 +16,7 @@ namespace hf_cascade::wgmma {
 // Where a tile begins, and the distances in bytes between its 64-value panels and between groups of
 // 8 rows; 1 in the top bits is the 128-byte swizzle. The unit is 16 bytes: a descriptor plus n is
 // n * 16 bytes further on. The shuffle tells the compiler that the warp agrees: one descriptor, in
-// uniform registers, and not one a lane.
+// uniform registers, and not one a lane. It takes its time: ask before the products are due.
 __device__ __forceinline__ uint64_t descriptor(uint32_t address, int panel_bytes) {
   address = __shfl_sync(~0u, address, 0);
   constexpr uint64_t kRowGroupBytes = 8 * 128;
