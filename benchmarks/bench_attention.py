@@ -35,7 +35,7 @@ from hf_cascade import ops
 RESULTS = Path(__file__).resolve().parent / "results"
 HEAD_DIM, PAGE_SIZE = 128, 16
 DTYPE = torch.bfloat16
-LAYERS = 16  # of one step, which makes one work list
+LAYERS = 32  # of one step, which makes one work list; as many as Llama-3.1-8B has
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
   const int64_t rows = int64_t{params.tree.num_seqs} * params.num_kv_heads * params.group_size;
   launch(
       "merge_paths",
-      rows <= kFewRows ? merge_paths_kernel<T, kHeadDim, 16> : merge_paths_kernel<T, kHeadDim, 4>,
+      rows <= kFewRows ? merge_paths_kernel<T, kHeadDim, 16> : merge_paths_kernel<T, kHeadDim, 8>,
       static_cast<int>((rows * 32 + kMergeThreads - 1) / kMergeThreads), kMergeThreads, 0, stream,
       params);
 }

@@ -159,6 +159,7 @@ __device__ __forceinline__ uint32_t swizzled(uint32_t tile, int row, int chunk) 
 __device__ __forceinline__ void delay(const AttentionParams& p, uint32_t ticket) {
   if (p.delay_seed == 0) return;
   const uint32_t mixed = (p.delay_seed ^ ticket * 2654435761u) * 2246822519u;
+#pragma unroll 1
   for (uint32_t i = 0; i < mixed >> 28; ++i) __nanosleep(1000);
 }
 

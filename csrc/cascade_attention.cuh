@@ -51,33 +51,43 @@ __device__ inline void init_barriers(Control& control) {
 }
 static_assert(kMostLeafWarps * kMaxLeafSlots <= 32 && kMostStages <= 32, "the first warp's");
 
+__device__ inline void prefetch_maps(const AttentionParams& params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  if (threadIdx.x == 32) ptx::prefetch_map(&params.k_map);
+  if (threadIdx.x == 64) ptx::prefetch_map(&params.v_map);
+  if (threadIdx.x == 96) ptx::prefetch_map(&params.leaf_k_map);
+  if (threadIdx.x == 128) ptx::prefetch_map(&params.leaf_v_map);
+#endif
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     cascade_attention_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedMemory<Traits> shared{memory, params.num_stages};
-  Control& control = shared.control();
-  init_barriers(control);
+  // First, so that its latency passes beside all of this.
+  if (!params.may_start_early) ptx::wait_for_previous_kernel();
+  const WorkHeader header = *params.work.header;
+  init_barriers(shared.control());
+  prefetch_maps(params);
   __syncthreads();
 
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < kMatrixWarps) {
     ptx::take_registers<kMatrixRegisters>();
     clear_unowned_rows<Traits>(params);
-    LeafWarps<Traits> leaf_warps(params, shared);
-    if (leaf_warps.are_alone()) {
-      leaf_warps.run(kLeafWarps + warp);
-    } else {
-      MatrixWarp<Traits>(params, shared).run();
+    const LeafWarps<Traits> leaf_warps(params, shared, header);
+    if (header.num_shared_items > 0) {
+      MatrixWarp<Traits>(params, shared, header).run();
       ptx::named_barrier_sync(kMatrixBarrier, kMatrixThreads);  // nobody reads the ring any more
-      leaf_warps.help(warp);
     }
+    leaf_warps.join(warp);
   } else {
     ptx::give_registers<kOtherRegisters>();
     if (warp == kProducerWarp) {
-      Producer<Traits>(params, shared).run();
+      Producer<Traits>(params, shared).run(header);
     } else {
-      LeafWarps<Traits>(params, shared).run(warp - kMatrixWarps);
+      LeafWarps<Traits>(params, shared, header).run(warp - kMatrixWarps);
     }
   }
 }

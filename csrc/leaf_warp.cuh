@@ -28,38 +28,44 @@ constexpr int kLeafArrivals = 32;
 template <typename Traits>
 class LeafWarp {
  public:
-  // `slots`: shared memory for a ring of num_slots; `place`: which of the CTA's leaf warps it is.
-  __device__ LeafWarp(const AttentionParams& params, LeafRing& ring, uint32_t slots, int num_slots)
-      : p_(params), ring_(ring), lane_(threadIdx.x % 32), num_slots_(num_slots), slots_(slots) {
-    const WorkHeader& header = *params.work.header;
+  // `slots`: shared memory for a ring of num_slots.
+  __device__ LeafWarp(const AttentionParams& params, const WorkHeader& header, LeafRing& ring,
+                      unsigned char* slots, int num_slots)
+      : p_(params),
+        ring_(ring),
+        lane_(threadIdx.x % 32),
+        num_slots_(num_slots),
+        slots_(ptx::shared_address(slots)),
+        exchange_(reinterpret_cast<float*>(slots)) {
     num_items_ = header.num_leaf_items;
     items_ = params.work.items + header.num_shared_items;
   }
 
-  // As one of `num_places` a CTA that are here from the start.
-  __device__ void run(int place, int num_places) {
+  // For one of `num_places` a CTA that are here from the start; false if there is nothing to take.
+  __device__ bool start(int place, int num_places) {
     const int num_ctas = static_cast<int>(gridDim.x);
     first_drawn_ = 2 * num_places * num_ctas;
     // Neighbouring items on different multiprocessors.
     ticket_ = place * num_ctas + static_cast<int>(blockIdx.x);
-    if (ticket_ >= num_items_) return;
     next_ticket_ = ticket_ + num_places * num_ctas;
     is_early_ = p_.may_start_early;
-    take_all();
+    return ticket_ < num_items_;
   }
 
-  // As one who comes to help those.
-  __device__ void help(int num_places) {
+  // For one who comes to help those.
+  __device__ bool join(int num_places) {
     first_drawn_ = 2 * num_places * static_cast<int>(gridDim.x);
+    if (first_drawn_ >= num_items_) return false;
     draw_ticket();
     ticket_ = drawn_ticket();
+    if (ticket_ >= num_items_) return false;
     draw_ticket();
     next_ticket_ = drawn_ticket();
-    take_all();
+    return true;
   }
 
- private:
-  __device__ void take_all() {
+  // All items, then.
+  __device__ void run() {
     words_ = load_item(ticket_);
     next_words_ = load_item(next_ticket_);
     pages_ahead_ = load_pages(words_, 0);
@@ -75,6 +81,7 @@ class LeafWarp {
     }
   }
 
+ private:
   // Where the kernel before us only appends to leaves, all but their last tokens can be had early.
   __device__ void wait_if_early() {
     if (!is_early_) return;
@@ -251,9 +258,9 @@ class LeafWarp {
       }
     }
     rows_.attend(k_slot(slot_), v_slot(slot_), tile.begin, tile.end, p_.scale_log2);
+    if (tile.flags & LeafTile::kLast) finish(tile, exchange_ + slot_ * (Traits::kSlotBytes / 4));
     slot_ = after(slot_);
     --num_fetched_;
-    if (tile.flags & LeafTile::kLast) finish(tile);
   }
 
   // The query row of this thread: row lane / 4 of the group; null where there is none.
@@ -265,22 +272,42 @@ class LeafWarp {
     return static_cast<const char*>(p_.q) + chunk * 16;
   }
 
-  __device__ void finish(const LeafTile& tile) {
+  // The rows change hands in the slot that was just read, so that they are written whole.
+  __device__ void finish(const LeafTile& tile, float* exchange) {
     rows_.softmax.finish_sums();
     if (tile.token < 0) return;
+    constexpr int kStride = Traits::kHeadDim + 4;  // lanes in different banks
+    static_assert(kMaxLeafRows * kStride * sizeof(float) <= Traits::kSlotBytes, "the slot's");
+    __syncwarp();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * (lane_ % 4) + r;
-      if (row >= p_.group_size) continue;
-      const TargetRow<Traits> target(p_, tile.target, tile.head * p_.group_size + row);
       const float normalizer = rows_.softmax.normalizer(r);
+      float* place = exchange + row * kStride + lane_ / 4;
 #pragma unroll
       for (int j = 0; j < LeafRows<Traits>::kDepthSteps; ++j) {
-        target.write(16 * j + lane_ / 4, rows_.out[j][r] * normalizer);
-        target.write(16 * j + lane_ / 4 + 8, rows_.out[j][2 + r] * normalizer);
+        place[16 * j] = rows_.out[j][r] * normalizer;
+        place[16 * j + 8] = rows_.out[j][2 + r] * normalizer;
       }
-      if (lane_ / 4 == 0) target.write_lse(rows_.softmax.lse_log2(r));
+      if (lane_ < 4 && row < p_.group_size) {
+        row_target(tile, row).write_lse(rows_.softmax.lse_log2(r));
+      }
     }
+    __syncwarp();
+    for (int row = 0; row < p_.group_size; ++row) {
+      row_target(tile, row).with_places([&](auto* places) {
+#pragma unroll
+        for (int column = 4 * lane_; column < Traits::kHeadDim; column += 128) {
+          const float* values = exchange + row * kStride + column;
+          write_four(places + column, *reinterpret_cast<const float4*>(values));
+        }
+      });
+    }
+    ptx::fence_async_proxy();  // the copy engine writes there next
+  }
+
+  __device__ TargetRow<Traits> row_target(const LeafTile& tile, int row) const {
+    return TargetRow<Traits>(p_, tile.target, tile.head * p_.group_size + row);
   }
 
   __device__ int after(int slot) const { return slot + 1 == num_slots_ ? 0 : slot + 1; }
@@ -291,7 +318,8 @@ class LeafWarp {
   LeafRing& ring_;
   const int lane_;
   const int num_slots_;
-  const uint32_t slots_;  // shared memory
+  const uint32_t slots_;   // shared memory, as PTX has it
+  float* const exchange_;  // and as C++ does
   int num_items_;
   const Item* items_;
   bool is_early_ = false;  // the kernel before us may still run

@@ -10,26 +10,32 @@ namespace hf_cascade {
 template <typename Traits>
 class LeafWarps {
  public:
-  __device__ LeafWarps(const AttentionParams& params, const SharedMemory<Traits>& shared)
-      : p_(params), shared_(shared) {
-    if (!params.may_start_early) ptx::wait_for_previous_kernel();  // the work list
-    num_ring_stages_ = shared.num_ring_stages(*params.work.header);
-    num_warps_ = num_within(are_alone() ? kMostLeafWarps : kLeafWarps, num_leaf_stages());
+  __device__ LeafWarps(const AttentionParams& params, const SharedMemory<Traits>& shared,
+                       const WorkHeader& header)
+      : p_(params), shared_(shared), header_(header) {
+    num_ring_stages_ = shared.num_ring_stages(header);
+    const int wanted = header.num_shared_items == 0 ? kMostLeafWarps : kLeafWarps;
+    num_warps_ = num_within(wanted, num_leaf_stages());
   }
 
-  __device__ bool are_alone() const { return p_.work.header->num_shared_items == 0; }
-
-  // One of those who are there from the start.
+  // One of the three.
   __device__ void run(int place) const {
     if (place >= num_warps_) return;
-    leaf_warp(place, place, num_warps_, num_ring_stages_, num_leaf_stages()).run(place, num_warps_);
+    LeafWarp<Traits> warp =
+        leaf_warp(place, place, num_warps_, num_ring_stages_, num_leaf_stages());
+    if (warp.start(place, num_warps_)) warp.run();
   }
 
-  // One of those who join.
-  __device__ void help(int place) const {
+  // One of those who join. (One body for both cases: code that runs once costs by the line.)
+  __device__ void join(int helper) const {
+    const bool is_alone = header_.num_shared_items == 0;
     const int num_helpers = num_within(kMostLeafWarps - kLeafWarps, num_ring_stages_);
-    if (place >= num_helpers || p_.work.header->num_leaf_items == 0) return;
-    leaf_warp(kLeafWarps + place, place, num_helpers, 0, num_ring_stages_).help(num_warps_);
+    const int place = kLeafWarps + helper;
+    if (is_alone ? place >= num_warps_ : helper >= num_helpers) return;
+    LeafWarp<Traits> warp = is_alone ? leaf_warp(place, place, num_warps_, 0, num_leaf_stages())
+                                     : leaf_warp(place, helper, num_helpers, 0, num_ring_stages_);
+    const bool has_items = is_alone ? warp.start(place, num_warps_) : warp.join(num_warps_);
+    if (has_items) warp.run();
   }
 
  private:
@@ -45,13 +51,15 @@ class LeafWarps {
                                         int num_stages) const {
     const int slots = num_stages * Traits::kStageBytes / (num_warps * Traits::kSlotBytes);
     const int num_slots = min(kMaxLeafSlots, slots);
-    return LeafWarp<Traits>(p_, shared_.control().leaf_rings[ring],
-                            shared_.k(first_stage) + index * num_slots * Traits::kSlotBytes,
-                            num_slots);
+    return LeafWarp<Traits>(
+        p_, header_, shared_.control().leaf_rings[ring],
+        shared_.base + first_stage * Traits::kStageBytes + index * num_slots * Traits::kSlotBytes,
+        num_slots);
   }
 
   const AttentionParams& p_;
   const SharedMemory<Traits>& shared_;
+  const WorkHeader& header_;
   int num_ring_stages_, num_warps_;
 };
 

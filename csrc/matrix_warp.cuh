@@ -18,15 +18,16 @@ class MatrixWarp {
   using T = typename Traits::T;
 
  public:
-  __device__ MatrixWarp(const AttentionParams& params, const SharedMemory<Traits>& shared)
+  __device__ MatrixWarp(const AttentionParams& params, const SharedMemory<Traits>& shared,
+                        const WorkHeader& header)
       : p_(params),
         shared_(shared),
         control_(shared.control()),
         lane_(threadIdx.x % 32),
-        warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0)) {}
+        warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0)),
+        num_stages_(shared.num_ring_stages(header)) {}
 
   __device__ void run() {
-    num_stages_ = shared_.num_ring_stages(*p_.work.header);
     for (;;) {
       Tile tile = next_tile();
       if (tile.flags & Tile::kStop) return;
@@ -234,11 +235,14 @@ class MatrixWarp {
 
   __device__ void write_row(const TargetRow<Traits>& target, int r) {
     const float normalizer = rows_.softmax.normalizer(r);
+    target.with_places([&](auto* places) {
+      places += 2 * (lane_ % 4);
 #pragma unroll
-    for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
-      target.write_pair(8 * j + 2 * (lane_ % 4), rows_.out[j][2 * r] * normalizer,
-                        rows_.out[j][2 * r + 1] * normalizer);
-    }
+      for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
+        write_pair(places + 8 * j, rows_.out[j][2 * r] * normalizer,
+                   rows_.out[j][2 * r + 1] * normalizer);
+      }
+    });
     if (lane_ % 4 == 0) target.write_lse(rows_.softmax.lse_log2(r));
   }
 
@@ -246,8 +250,8 @@ class MatrixWarp {
   const SharedMemory<Traits>& shared_;
   Control& control_;
   const int lane_, warp_;
+  const int num_stages_;  // of the ring
   RowTile<Traits> rows_;
-  int num_stages_ = 0;  // of the ring
   int stage_ = 0;
   uint32_t phase_ = 0;
 };

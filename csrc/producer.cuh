@@ -15,11 +15,10 @@ class Producer : TileLoader<Traits> {
  public:
   using TileLoader<Traits>::TileLoader;
 
-  __device__ void run() {
+  __device__ void run(const WorkHeader& header) {
     // Where the kernel before us only appends to leaves, shared nodes' items begin beside it.
     is_early_ = p_.may_start_early;
     if (!is_early_) wait_for_previous_kernel();
-    const WorkHeader header = *p_.work.header;
     is_decode_ = header.is_decode;
     num_items_ = header.num_shared_items;
     num_stages_ = shared_.num_ring_stages(header);
@@ -93,19 +92,15 @@ class Producer : TileLoader<Traits> {
   __device__ void take_node(const Item& item) {
     begin_item(item.head, item.num_tokens * p_.group_size);
     set_segment(item);
-    claim_targets();
-    if (item.first_read < 0) {
-      if (lane_ == 0) {
-        control_.targets[item_.targets][0] = item.token < 0 ? kNowhere : item.target;
-        control_.tokens[0] = max(0, item.token);
+    for (int i = 0; i < kTokensPerLane; ++i) {
+      const int t = lane_ + 32 * i;
+      targets_[i] = item.token < 0 ? kNowhere : item.target;
+      tokens_[i] = max(0, item.token);
+      if (item.first_read >= 0 && t < item.num_tokens) {
+        targets_[i] = p_.work.path[item.first_read + t];
+        tokens_[i] = p_.work.read_tokens[item.first_read + t];
+        if (targets_[i] >= 0) targets_[i] += item.split;
       }
-      return;
-    }
-    for (int t = lane_; t < item.num_tokens; t += 32) {
-      const int read = item.first_read + t;
-      const Target first = p_.work.path[read];
-      control_.tokens[t] = p_.work.read_tokens[read];
-      control_.targets[item_.targets][t] = first >= 0 ? first + item.split : first;
     }
   }
 
@@ -136,11 +131,9 @@ class Producer : TileLoader<Traits> {
     const int first = tile * tile_tokens;
     const int num_tokens = min(tile_tokens, q_len - first);
     begin_item(local / num_tiles, num_tokens * p_.group_size);
-    claim_targets();
-    for (int t = lane_; t < num_tokens; t += 32) {
-      const int token = first_token + first + t;
-      control_.targets[item_.targets][t] = ~token;
-      control_.tokens[t] = token;
+    for (int i = 0; i < kTokensPerLane; ++i) {
+      tokens_[i] = first_token + first + lane_ + 32 * i;
+      targets_[i] = ~tokens_[i];
     }
     // The segments are found one by one as they are streamed: the path's nodes, then the leaf.
     const int path_begin = p_.work.path_indptr[seq], path_end = p_.work.path_indptr[seq + 1];
@@ -181,14 +174,19 @@ class Producer : TileLoader<Traits> {
     item_.flags = Tile::kFirst;
     item_.head = head;
     item_.num_rows = num_rows;
-  }
-
-  __device__ void claim_targets() {
     next_targets_ ^= 1;
     item_.targets = next_targets_;
-    ptx::barrier_wait(&control_.targets_empty[next_targets_],
-                      (targets_phases_ >> next_targets_) & 1);
-    targets_phases_ ^= 1u << next_targets_;
+  }
+
+  // To the matrix warps; after the item's first copies are under way, for these loads take as long.
+  __device__ void hand_over_targets() {
+    ptx::barrier_wait(&control_.targets_empty[item_.targets],
+                      (targets_phases_ >> item_.targets) & 1);
+    targets_phases_ ^= 1u << item_.targets;
+    for (int i = 0; i < kTokensPerLane; ++i) {
+      control_.targets[item_.targets][lane_ + 32 * i] = targets_[i];
+      control_.tokens[lane_ + 32 * i] = tokens_[i];
+    }
   }
 
   // ------------------------------------------------------------------ tiles
@@ -214,7 +212,7 @@ class Producer : TileLoader<Traits> {
         if (--remaining_ == 0) tile.flags |= Tile::kLast;
         const int seen_by_all = segment.seen > 0 ? min(segment.seen, segment.end) : segment.end;
         tile.num_whole = max(0, min(remaining_ - 1, (seen_by_all - start) / Traits::kKvTile - 1));
-        send(tile, pages, start);
+        send(tile, pages, start, [&] { hand_over_targets(); });
         item_.flags &= ~Tile::kFirst;
         start += Traits::kKvTile;
       } while (start < segment.end);
@@ -239,7 +237,10 @@ class Producer : TileLoader<Traits> {
   int remaining_ = 0;                     // tiles of the item that are still to be sent
   bool is_early_ = false;                 // the kernel before us may still run
   int num_items_ = 0;
-  int32_t next_ = 0;  // the lane's word of the next item
+  static constexpr int kTokensPerLane = kRowsPerTile / 32;
+  Target targets_[kTokensPerLane];  // of the item's tokens lane, lane + 32, ..
+  int32_t tokens_[kTokensPerLane];  // rows of q
+  int32_t next_ = 0;                // the lane's word of the next item
   int next_ticket_ = static_cast<int>(blockIdx.x);
   int drawn_ = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // lane 0's
   uint32_t targets_phases_ = ~0u;

@@ -103,6 +103,13 @@ __device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint6
       : "memory");
 }
 
+// Fetches a map of the copy engine's before it is needed.
+__device__ __forceinline__ void prefetch_map(const void* map) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
 // Orders this thread's ordinary accesses to shared memory before those of the copy engine and of
 // wgmma that follow.
 __device__ __forceinline__ void fence_async_proxy() {

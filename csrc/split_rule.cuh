@@ -89,13 +89,13 @@ __host__ __device__ inline int num_splits(int kv_len, int split, int num_kv_head
 
 // ---------------------------------------------------------------------- who reads a node
 
-// Of one reader, by leaf warps: the matrix units' 128 rows would nearly all be empty.
-__host__ __device__ inline bool is_single(int num_readers, const WorkShape& shape) {
-  return num_readers == 1 && shape.group_size <= kMaxLeafRows && !shape.batch_invariant;
-}
-
 __host__ __device__ inline bool leaf_warps_read_leaves(const WorkShape& shape) {
   return shape.group_size <= kMaxLeafRows && shape.num_stages > 1;
+}
+
+// Of one reader, by leaf warps: the matrix units' 128 rows would nearly all be empty.
+__host__ __device__ inline bool is_single(int num_readers, const WorkShape& shape) {
+  return num_readers == 1 && leaf_warps_read_leaves(shape) && !shape.batch_invariant;
 }
 
 // ---------------------------------------------------------------------- estimates
@@ -142,11 +142,16 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
                                          int num_leaf_warps, const WorkShape& shape) {
   if (num_items == 0) return 0.f;
   const int longest = split_units < nodes.longest ? split_units : nodes.longest;
+  const int num_warps = num_leaf_warps * shape.num_ctas;
   const float mean = kLeafItemUs + kLeafUnitUs * nodes.units / num_items;
-  const float all = ceil_div(num_items, num_leaf_warps * shape.num_ctas) * mean;
+  const float all = ceil_div(num_items, num_warps) * mean;
   const float last = kLeafItemUs + kLeafUnitUs * longest;
-  // Where memory is the limit warps do not end at the same time: half an item is lost.
-  return at_least(at_least(all, last), leaf_memory_us(nodes, shape) + last / 2);
+  // Where memory is the limit a warp waits for its share of it, and warps do not end at the same
+  // time: half an item is lost.
+  const int busy = num_items < num_warps ? num_items : num_warps;
+  const float share_us = leaf_memory_us({busy, 1}, shape);
+  const float slow_last = kLeafItemUs + at_least(kLeafUnitUs, share_us) * longest;
+  return at_least(at_least(all, last), leaf_memory_us(nodes, shape) + slow_last / 2);
 }
 
 }  // namespace hf_cascade

@@ -7,6 +7,24 @@
 
 namespace hf_cascade {
 
+__device__ __forceinline__ void write_pair(float* place, float first, float second) {
+  __stcg(reinterpret_cast<float2*>(place), make_float2(first, second));
+}
+
+template <typename T>
+__device__ __forceinline__ void write_pair(T* place, float first, float second) {
+  *reinterpret_cast<uint32_t*>(place) = pack<T>(first, second);
+}
+
+__device__ __forceinline__ void write_four(float* place, const float4& values) {
+  __stcg(reinterpret_cast<float4*>(place), values);
+}
+
+template <typename T>
+__device__ __forceinline__ void write_four(T* place, const float4& values) {
+  *reinterpret_cast<uint2*>(place) = {pack<T>(values.x, values.y), pack<T>(values.z, values.w)};
+}
+
 template <typename Traits>
 class TargetRow {
   using T = typename Traits::T;
@@ -27,22 +45,14 @@ class TargetRow {
     }
   }
 
-  __device__ void write(int column, float value) const {
-    const int64_t place = row_ * Traits::kHeadDim + column;
+  // Calls write(places) with the row's beginning, as float* or as T*: one branch a row, since code
+  // that runs once an item is paid for by the line.
+  template <typename Write>
+  __device__ void with_places(Write write) const {
     if (is_state_) {
-      __stcg(p_.state_out + place, value);
+      write(p_.state_out + row_ * Traits::kHeadDim);
     } else {
-      static_cast<T*>(p_.out)[place] = from_float<T>(value);
-    }
-  }
-
-  // Two columns, from an even one on.
-  __device__ void write_pair(int column, float first, float second) const {
-    const int64_t place = row_ * Traits::kHeadDim + column;
-    if (is_state_) {
-      __stcg(reinterpret_cast<float2*>(p_.state_out + place), make_float2(first, second));
-    } else {
-      *reinterpret_cast<uint32_t*>(static_cast<T*>(p_.out) + place) = pack<T>(first, second);
+      write(static_cast<T*>(p_.out) + row_ * Traits::kHeadDim);
     }
   }
 

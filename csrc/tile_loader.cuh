@@ -18,13 +18,19 @@ class TileLoader {
       : p_(params), shared_(shared), control_(shared.control()), lane_(threadIdx.x % 32) {}
 
  protected:
-  // Sends a tile whose row 0 is the node's slot `start`.
-  __device__ void send(const Tile& tile, const int32_t* pages, int start) {
+  // Sends a tile whose row 0 is the node's slot `start`. An item's first one takes q along, whose
+  // rows `find_queries` writes down.
+  template <typename FindQueries>
+  __device__ void send(const Tile& tile, const int32_t* pages, int start,
+                       FindQueries find_queries) {
     // Its latency passes while we wait for the stage.
     const Source source = find_source(tile, pages, start);
     wait_for_stage();
     load_tile(tile, source);
-    if (tile.flags & Tile::kFirst) load_queries(tile);
+    if (tile.flags & Tile::kFirst) {
+      find_queries();
+      load_queries(tile);
+    }
     hand_over(tile);
   }
 
