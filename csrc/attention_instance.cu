@@ -8,6 +8,7 @@
 namespace hf_cascade {
 namespace {
 
+// L2 takes 128 bytes at a time: with 256 long leaves took 4% longer (benchmarks/NOTES.md, 9).
 CUtensorMap encode_map(const void* pool, CUtensorMapDataType type, int rank,
                        const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
   static const auto encode = [] {
@@ -25,7 +26,7 @@ CUtensorMap encode_map(const void* pool, CUtensorMapDataType type, int rank,
   const CUresult status =
       encode(&map, type, rank, const_cast<void*>(pool), sizes, strides, box, steps,
              CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   STD_TORCH_CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", int{status});
   return map;
 }

@@ -83,6 +83,9 @@ __device__ __forceinline__ bool elect_lane() {
 #endif
 }
 
+// What `createpolicy.fractional.L2::evict_first` makes.
+constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+
 // The copy engine moves a box of a 4-d tensor to shared memory and tells the barrier its bytes.
 __device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint64_t* barrier, int x,
                                          int y, int z, int w) {
@@ -93,13 +96,14 @@ __device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint6
       : "memory");
 }
 
-// The same of a 5-d tensor.
+// The same of a 5-d tensor, of which nothing will be read again: it is the first to leave L2.
 __device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint64_t* barrier, int x,
                                          int y, int z, int w, int u) {
   asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(target),
-      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u)
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;" ::"r"(target),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w), "r"(u),
+      "l"(kEvictFirst)
       : "memory");
 }
 

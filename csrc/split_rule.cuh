@@ -102,9 +102,9 @@ __host__ __device__ inline bool is_single(int num_readers, const WorkShape& shap
 
 constexpr float kTileUs = 0.8f;          // matrix warps, for 64 tokens
 constexpr float kSharedItemTiles = 3.f;  // start and end of an item, in such tiles
-constexpr float kLeafUnitUs = 1.2f;      // a leaf warp, for 64 tokens
-constexpr float kLeafItemUs = 1.5f;      // start and end of an item
-constexpr float kMergeStateUs = 0.05f;   // a warp merges 16 states of a row in 0.8 us
+constexpr float kLeafUnitUs = 1.6f;      // a leaf warp, for 64 tokens
+constexpr float kLeafItemUs = 2.5f;      // start and end of an item
+constexpr float kMergeStateUs = 0.3f;    // a row's state, to be written and read
 constexpr float kBytesPerUs = 4.4e6f;
 
 // What the nodes that one kind of warp reads add up to.
@@ -146,12 +146,8 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
   const float mean = kLeafItemUs + kLeafUnitUs * nodes.units / num_items;
   const float all = ceil_div(num_items, num_warps) * mean;
   const float last = kLeafItemUs + kLeafUnitUs * longest;
-  // Where memory is the limit a warp waits for its share of it, and warps do not end at the same
-  // time: half an item is lost.
-  const int busy = num_items < num_warps ? num_items : num_warps;
-  const float share_us = leaf_memory_us({busy, 1}, shape);
-  const float slow_last = kLeafItemUs + at_least(kLeafUnitUs, share_us) * longest;
-  return at_least(at_least(all, last), leaf_memory_us(nodes, shape) + slow_last / 2);
+  // Where memory is the limit warps do not end at the same time: half an item is lost.
+  return at_least(at_least(all, last), leaf_memory_us(nodes, shape) + last / 2);
 }
 
 }  // namespace hf_cascade
