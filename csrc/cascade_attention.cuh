@@ -16,7 +16,7 @@
 
 namespace hf_cascade {
 
-constexpr int kMatrixBarrier = 3;  // named; 1 and 2 are MatrixWarp's
+constexpr int kMatrixBarrier = 1;  // named; 0 is __syncthreads'
 
 // Rows of q that no sequence owns get the empty state.
 template <typename Traits>

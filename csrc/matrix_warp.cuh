@@ -11,8 +11,6 @@
 
 namespace hf_cascade {
 
-constexpr int kFirstTurn = 1;  // named barriers: the turn of warpgroup 0, then that of 1
-
 template <typename Traits>
 class MatrixWarp {
   using T = typename Traits::T;
@@ -97,11 +95,10 @@ class MatrixWarp {
 
   // All tiles of an item, by a warpgroup. Leaves the last one's stage to be passed.
   //
-  // A turn is K^T of one tile and P V of the one before. Where both warpgroups have rows they take
-  // turns: while one keeps the matrix units busy the other computes probabilities.
+  // A step is q K^T of one tile and P V of the one before. The two warpgroups are left to
+  // themselves: having them take turns at the matrix units gained nothing.
   __device__ Tile attend_item(Tile tile) {
     if constexpr (Traits::kWarpgroupProducts) {
-      const bool has_partner = tile.num_rows > Traits::kTogether;
       load_queries(tile);
       Scores score;
       Probabilities probability;
@@ -109,11 +106,8 @@ class MatrixWarp {
       int limit[2];
       find_limits(limit, tile);
       clear_tile_padding(tile);
-      if (has_partner && warpgroup() == 1) end_turn();
-      if (has_partner) await_turn();
       wgmma::fence();
       rows_.start_keys(score, rows_.describe(shared_.k(stage_)));
-      if (has_partner) end_turn();
       wgmma::wait<0>();
       wgmma::settle(score);
       rows_.mask(score, tile.begin, limit);
@@ -128,20 +122,18 @@ class MatrixWarp {
         if (tile.num_whole > 0) {
           --tile.num_whole;
           ptx::barrier_wait(&control_.full[stage_], phase_);
-          moves = take_turn<false>(score, probability, keep, tile, keys, values, has_partner);
+          moves = take_step<false>(score, probability, keep, tile, keys, values);
         } else {
           tile = next_tile();
-          moves = take_turn<true>(score, probability, keep, tile, keys, values, has_partner);
+          moves = take_step<true>(score, probability, keep, tile, keys, values);
         }
         release(previous);
         if (moves) rows_.rescale(keep);
         rows_.pack_probabilities(probability, score);
         previous = stage_;
       }
-      if (has_partner) await_turn();
       wgmma::fence();
       rows_.start_values(probability, rows_.describe(shared_.v(previous)));
-      if (has_partner && warpgroup() == 0) end_turn();  // the last turn ends with the item
       wgmma::wait<0>();
       wgmma::settle(rows_.out);
       release(previous);
@@ -152,18 +144,16 @@ class MatrixWarp {
   // Scores to new probabilities, while the old ones are multiplied by the previous stage's V. ptxas
   // waits for all products at the first branch after them: there is none between the waits.
   template <bool kMasked>
-  __device__ bool take_turn(Scores& score, const Probabilities& probability, float (&keep)[2],
-                            const Tile& tile, uint64_t keys, uint64_t values, bool has_partner) {
+  __device__ bool take_step(Scores& score, const Probabilities& probability, float (&keep)[2],
+                            const Tile& tile, uint64_t keys, uint64_t values) {
     int limit[2];
     if constexpr (kMasked) {
       find_limits(limit, tile);
       clear_tile_padding(tile);
     }
-    if (has_partner) await_turn();
     wgmma::fence();
     rows_.start_keys(score, keys);
     rows_.start_values(probability, values);
-    if (has_partner) end_turn();
     wgmma::wait<1>();
     wgmma::settle(score);
     if constexpr (kMasked) rows_.mask(score, tile.begin, limit);
@@ -171,14 +161,6 @@ class MatrixWarp {
     wgmma::wait<0>();
     wgmma::settle(rows_.out);
     return moves;
-  }
-
-  __device__ int warpgroup() const { return warp_ / 4; }
-  __device__ void await_turn() {
-    ptx::named_barrier_sync(kFirstTurn + warpgroup(), kMatrixThreads);
-  }
-  __device__ void end_turn() {
-    ptx::named_barrier_arrive(kFirstTurn + 1 - warpgroup(), kMatrixThreads);
   }
 
   // One tile, by a warp alone.

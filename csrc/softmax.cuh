@@ -54,7 +54,7 @@ struct Softmax {
         larger[r] = fmaxf(larger[r], __shfl_xor_sync(~0u, larger[r], lane));
       }
       larger[r] *= scale_log2;
-      // Selects, not branches: see MatrixWarp::take_turn.
+      // Selects, not branches: see MatrixWarp::take_step.
       const bool follows = larger[r] > maximum[r] + kSlack;
       const float smaller = ptx::exp2_approx(maximum[r] - larger[r]);
       keep[r] = follows ? smaller : 1.f;
