@@ -1,6 +1,6 @@
 """Everything about the CUDA kernels that needs a GPU, in one call: are they right, are they fast.
 
-    python benchmarks/gpu_check.py [--tests] [--bench quick|full [--peers]] [--sanitize]
+    python benchmarks/gpu_check.py [--tests] [--bench quick|full [--peers]] [--sanitize [TOOL ...]]
 
 Runs from a checkout without installing it, next to a library that was built elsewhere
 (`python ops/kernels.py`). Results go to $OUT if set, else to benchmarks/results/.
@@ -16,6 +16,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 
 def main() -> int:
@@ -23,7 +24,13 @@ def main() -> int:
     parser.add_argument("--tests", action="store_true", help="tests/test_kernels*.py")
     parser.add_argument("--bench", choices=("quick", "full"), help="benchmarks/bench_attention.py")
     parser.add_argument("--peers", action="store_true", help="time FlashInfer in the same run")
-    parser.add_argument("--sanitize", action="store_true", help="tests under compute-sanitizer")
+    parser.add_argument(
+        "--sanitize",
+        nargs="*",
+        choices=SANITIZERS,
+        metavar="TOOL",
+        help=f"small tests under compute-sanitizer: {', '.join(SANITIZERS)}, or all of them",
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         link_package(Path(folder) / "hf_cascade")
@@ -46,20 +53,20 @@ def run_checks(arguments: argparse.Namespace, folder: str) -> int:
     tests = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     tests += ["-c", os.devnull]  # the repository's settings put its root on the path
     tests += [str(path) for path in sorted((ROOT / "tests").glob("test_kernels*.py"))]
-    commands = []
+    # With PyTorch's allocator between them, a sanitizer would not see where a tensor ends.
+    uncached = environment | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    runs = []
     if arguments.tests:
-        commands.append(tests)
+        runs.append((tests, environment))
     if arguments.bench:
         bench = ROOT / "benchmarks" / "bench_attention.py"
-        commands.append([sys.executable, str(bench), "--grid", arguments.bench])
-        commands[-1] += ["--peers"] if arguments.peers else []
-    if arguments.sanitize:
-        for tool in ("memcheck", "racecheck", "synccheck", "initcheck"):
-            commands.append(["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests])
-            commands[-1] += ["-k", "sanitized"]
-    failed = [
-        c for c in commands if subprocess.run(c, env=environment, cwd=ROOT / "tests").returncode
-    ]
+        command = [sys.executable, str(bench), "--grid", arguments.bench]
+        runs.append((command + ["--peers"] * arguments.peers, environment))
+    if arguments.sanitize is not None:
+        for tool in arguments.sanitize or SANITIZERS:
+            command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests]
+            runs.append(([*command, "-k", "sanitized"], uncached))
+    failed = [c for c, env in runs if subprocess.run(c, env=env, cwd=ROOT / "tests").returncode]
     for command in failed:
         print("FAILED:", " ".join(command))
     return 1 if failed else 0

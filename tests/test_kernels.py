@@ -10,71 +10,32 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import FOREST, TREES, PagedTree, Tree, build
+from cases import FOREST, TREES, Tree, build
 from hf_cascade.ops import kernels, reference
-from oracle import assert_as_exact, assert_attends, merge, pytorch_merge
+from kernel_calls import (
+    LONERS,
+    SMALL,
+    as_kernels_take,
+    assert_as_reference,
+    assert_tree_attends,
+    assert_work_list_serves,
+    decode,
+    header_of,
+    needs_kernels,
+    on_gpu,
+    run,
+    same_bits,
+    work_of,
+)
+from oracle import assert_as_exact, merge, pytorch_merge
 from torch import Tensor
 
 from hf_cascade import ops
 
-STATUS = kernels.status()
-pytestmark = pytest.mark.skipif(STATUS.library is None, reason=f"no kernels: {STATUS.reason}")
+pytestmark = needs_kernels
 
 HEAD_DIMS = kernels.HEAD_DIMS
 DTYPES = (torch.float16, torch.bfloat16)
-SMALL = Tree("small", (None, 0, 0, 0), (70, 3, 0, 40), (1, 2, 3), head_dim=64, page_size=16)
-# Of five sequences, two share a node, one has a prefix of two nodes that nobody else reads, one has
-# a leaf alone and one sees nothing.
-LONERS = Tree("loners", (None, 0, 0, None, 3, 4, None, None), (150, 3, 40, 700, 130, 9, 65, 0),
-              (1, 2, 5, 6, 7), head_dim=64, page_size=16)  # fmt: skip
-
-
-def as_kernels_take(tree: Tree, **changes) -> Tree:
-    return replace(tree, **({"head_dim": 64, "page_size": 16} | changes))
-
-
-def run(op, paged: PagedTree, **more) -> tuple[Tensor, Tensor]:
-    """The op on the GPU, its results on the CPU."""
-    args = on_gpu(paged, op) | more
-    return tuple(x.cpu() for x in op(**args))
-
-
-def on_gpu(paged: PagedTree, op) -> dict:
-    return {
-        name: value.cuda() if isinstance(value, Tensor) else value
-        for name, value in paged.args(op).items()
-    }
-
-
-def assert_tree_attends(paged: PagedTree) -> None:
-    """All three ops give every sequence what the oracle gives it flattened."""
-    assert_part_attends(paged, "prefixes", run(ops.prefix_attention, paged))
-    assert_part_attends(paged, "suffixes", run(ops.suffix_attention, paged))
-    assert_part_attends(paged, "paths", run(ops.cascade_attention, paged.before_append()))
-
-
-def assert_part_attends(paged: PagedTree, part: str, state: tuple[Tensor, Tensor]) -> None:
-    for seq, flat in enumerate(getattr(paged, part)):
-        rows = paged.rows(seq)
-        assert_attends(tuple(x[rows] for x in state), flat, merges=len(paged.nodes))
-
-
-def assert_work_list_serves(paged: PagedTree, *, batch_invariant: bool) -> None:
-    """With a list of this kind, every sequence gets what the oracle gives it."""
-    args = on_gpu(paged.before_append(), ops.cascade_attention)
-    work = work_of(args, batch_invariant=batch_invariant)
-    state = ops.cascade_attention(**args, work=work)
-    assert_part_attends(paged, "paths", tuple(x.cpu() for x in state))
-
-
-def assert_as_reference(args: dict, *, batch_invariant: bool = False) -> None:
-    """The same on the GPU, for what is too large for the oracle."""
-    work = work_of(args, batch_invariant=batch_invariant)
-    out, lse = ops.cascade_attention(**args, work=work)
-    true = reference.cascade_attention(**args)
-    torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
-    torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
-
 
 # ------------------------------------------------------------------ trees
 
@@ -83,6 +44,13 @@ def assert_as_reference(args: dict, *, batch_invariant: bool = False) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_trees(tree, dtype):
     assert_tree_attends(build(as_kernels_take(tree), dtype))
+
+
+# 8 is the last group whose leaves are the leaf warps'.
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("group_size", [1, 8, 16])
+def test_trees_of_other_groups(tree, group_size):
+    assert_tree_attends(build(as_kernels_take(tree, group_size=group_size), torch.bfloat16))
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
@@ -186,6 +154,26 @@ def test_large_and_small_scores(factor):
     assert out.isfinite().all()
     torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
+
+
+@pytest.mark.parametrize("tree", [FOREST, LONERS], ids=str)
+@pytest.mark.parametrize("is_mixed", [False, True])
+def test_logits_of_ten_thousand(tree, is_mixed):
+    """All of a row's logits are 1e4 or all -1e4; or, mixed, both kinds meet in its nodes."""
+    args = on_gpu(build(as_kernels_take(tree), torch.bfloat16), ops.cascade_attention)
+
+    def signs(x: Tensor) -> Tensor:  # one a token and head; NaN stays what it is
+        return (x[..., :1] / x[..., :1].abs()).expand_as(x).contiguous()
+
+    for name in ("q", "k", "k_pool"):
+        args[name] = signs(args[name])
+        if name != "q" and not is_mixed:
+            args[name] = args[name].abs()
+    args["sm_scale"] = 1e4 / args["q"].shape[2]
+    out, lse = ops.cascade_attention(**args)
+    true = reference.cascade_attention(**args)
+    torch.testing.assert_close(out, true[0], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse, true[1], atol=2e-2, rtol=0)  # float32 has steps of 1e-3 there
 
 
 @pytest.mark.parametrize("op", [ops.prefix_attention, ops.suffix_attention])
@@ -304,10 +292,6 @@ def test_merge_has_an_identity_and_commutes(dtype):  # [flashinfer 4051, vllm 28
     assert same_bits(one[1], other[1])
 
 
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
 # ------------------------------------------------------------------ addressing
 
 
@@ -339,29 +323,6 @@ def test_the_second_device():  # [flashinfer 924]
 
 
 # ------------------------------------------------------------------ launches
-
-
-def decode(batch: int, prefix: int = 1500, suffix: int = 600, **more) -> PagedTree:
-    tree = Tree("decode", (None, *[0] * batch), (prefix, *[suffix] * batch),
-                tuple(range(1, batch + 1)), head_dim=64, page_size=16, **more)  # fmt: skip
-    return build(tree, torch.bfloat16)
-
-
-def work_of(args: dict, *, batch_invariant: bool = False) -> Tensor:
-    names = ("q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot", "leaves")
-    names += ("reader_indptr", "readers")
-    return ops.work_list(
-        *(args[name] for name in names), page_size=args["k_pool"].shape[2],
-        num_q_heads=args["q"].shape[1], num_kv_heads=args["k_pool"].shape[1],
-        head_dim=args["q"].shape[2], batch_invariant=batch_invariant,
-    )  # fmt: skip
-
-
-def header_of(args: dict, **options) -> dict[str, int]:
-    """As csrc/params.h has it, WorkHeader."""
-    names = ("is_decode", "num_shared_items", "num_leaf_items", "shared_are_still",
-             "shared_stages", "shared_split", "leaf_split")  # fmt: skip
-    return dict(zip(names, work_of(args, **options)[: len(names)].tolist(), strict=True))
 
 
 @pytest.mark.parametrize(
@@ -473,15 +434,3 @@ def test_bits_repeat(batch, batch_invariant):
     for _ in range(20):
         again = cascade(args, batch_invariant=batch_invariant)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
-
-
-# ------------------------------------------------------------------ for compute-sanitizer
-
-
-@pytest.mark.parametrize("tree", [FOREST, SMALL, LONERS], ids=str)
-def test_sanitized(tree):
-    """Small, for benchmarks/gpu_check.py --sanitize: every kernel, poisoned memory around it."""
-    assert_tree_attends(build(as_kernels_take(tree), torch.bfloat16))
-    args = on_gpu(decode(3, prefix=600, suffix=70), ops.cascade_attention)
-    out, _ = ops.cascade_attention(**args, work=work_of(args))
-    assert out.isfinite().all()
