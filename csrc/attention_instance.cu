@@ -85,11 +85,14 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
          forced.num_ctas ? forced.num_ctas : device_attribute(cudaDevAttrMultiProcessorCount),
          kAttentionThreads, bytes, stream, params);
   const int64_t rows = int64_t{params.tree.num_seqs} * params.num_kv_heads * params.group_size;
-  launch(
-      "merge_paths",
-      rows <= kFewRows ? merge_paths_kernel<T, kHeadDim, 16> : merge_paths_kernel<T, kHeadDim, 8>,
-      static_cast<int>((rows * 32 + kMergeThreads - 1) / kMergeThreads), kMergeThreads, 0, stream,
-      params);
+  if (rows <= kFewRows) {
+    launch("merge_paths", merge_paths_kernel<T, kHeadDim, kMergeWarps>, static_cast<int>(rows),
+           kMergeThreads, 0, stream, params);
+  } else {
+    launch("merge_paths", merge_paths_kernel<T, kHeadDim, 1>,
+           static_cast<int>((rows + kMergeWarps - 1) / kMergeWarps), kMergeThreads, 0, stream,
+           params);
+  }
 }
 
 }  // namespace

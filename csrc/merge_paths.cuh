@@ -1,6 +1,7 @@
 // The merge along the paths: each query row's partial states, combined.
 //
-// A warp owns one row (sequence, q head); a lane owns a state's weight, and four values of the row.
+// A warp owns one row (sequence, q head) or, where rows are few, four warps do, each a quarter of
+// its states; a lane owns a state's weight, and four values of the row.
 //   Memory   the row's states, just written by the attention kernel, from L2: their lse and the
 //   first
 //            kAtOnce of their rows are under way at the same time, so a row of few states waits
@@ -22,7 +23,9 @@
 
 namespace hf_cascade {
 
-constexpr int kMergeThreads = 128;
+constexpr int kMergeWarps = 4;
+constexpr int kMergeThreads = 32 * kMergeWarps;
+constexpr int kAtOnce = 8;  // more would leave a multiprocessor with fewer rows
 
 // The weights of up to 32 more states: a lane's own, and what those seen before are worth now.
 struct MergeWeights {
@@ -48,81 +51,130 @@ struct MergeWeights {
   }
 };
 
-constexpr int64_t kFewRows = 4096;
+// Some of a row's states, combined: four values a lane for each 128 of the row.
+template <int kHeadDim>
+struct MergedStates {
+  static constexpr int kParts = (kHeadDim + 127) / 128;
+  float4 out[kParts] = {};
+  MergeWeights weights;
 
-// kAtOnce: many where rows are few; few where rows are many, so that a multiprocessor holds more.
-template <typename T, int kHeadDim, int kAtOnce>
+  __device__ void scale(float factor) {
+#pragma unroll
+    for (float4& v : out) v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
+  }
+
+  __device__ void add(float weight, const float4 (&other)[kParts]) {
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      out[part].x = fmaf(weight, other[part].x, out[part].x);
+      out[part].y = fmaf(weight, other[part].y, out[part].y);
+      out[part].z = fmaf(weight, other[part].z, out[part].z);
+      out[part].w = fmaf(weight, other[part].w, out[part].w);
+    }
+  }
+
+  // The states [begin, end) of q_head.
+  __device__ void take(const AttentionParams& p, int begin, int end, int q_head) {
+    const int num_q_heads = p.num_kv_heads * p.group_size, lane = threadIdx.x % 32;
+    const auto state_row = [&](int s) { return int64_t{s} * num_q_heads + q_head; };
+    for (int group = begin; group < end; group += 32) {
+      const int own = group + lane;
+      const float lse_log2 =
+          own < end ? __ldcg(p.state_lse_log2 + state_row(own)) : negative_infinity();
+      float weight = 0.f;
+      for (int first = 0; first < 32 && group + first < end; first += kAtOnce) {
+        float4 loaded[kAtOnce][kParts] = {};
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) {
+            const int s = group + first + i, column = 128 * part + 4 * lane;
+            if (s >= end || column >= kHeadDim) continue;
+            const float* place = p.state_out + state_row(s) * kHeadDim + column;
+            loaded[i][part] = __ldcg(reinterpret_cast<const float4*>(place));
+          }
+        }
+        if (first == 0) {
+          float keep;
+          weight = weights.push(lse_log2, keep);
+          scale(keep);
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          add(__shfl_sync(~0u, weight, first + i), loaded[i]);
+        }
+      }
+    }
+  }
+
+  template <typename T>
+  __device__ void write(const AttentionParams& p, int64_t row) const {
+    const int lane = threadIdx.x % 32;
+    const float n = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      const int column = 128 * part + 4 * lane;
+      if (column >= kHeadDim) continue;
+      const float4& v = out[part];
+      const uint2 packed = {pack<T>(v.x * n, v.y * n), pack<T>(v.z * n, v.w * n)};
+      *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + row * kHeadDim + column) = packed;
+    }
+    if (lane == 0) p.lse[row] = (weights.maximum + log2f(weights.sum)) * kLn2;
+  }
+};
+
+constexpr int64_t kFewRows = 1024;
+
+// kTogether: warps a row, 1 or all of the CTA's.
+template <typename T, int kHeadDim, int kTogether>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_paths_kernel(const __grid_constant__ AttentionParams params) {
   ptx::let_next_kernel_start();
   // The work list is older than the kernel before us: these loads need not wait for it.
   const int num_q_heads = params.num_kv_heads * params.group_size;
-  const int row = static_cast<int>((blockIdx.x * blockDim.x + threadIdx.x) / 32);
-  const int seq = row / num_q_heads, q_head = row % num_q_heads, lane = threadIdx.x % 32;
-  bool is_merged = false;
+  const int warp = static_cast<int>(threadIdx.x / 32);
+  const int row = static_cast<int>(blockIdx.x) * (kMergeWarps / kTogether) + warp / kTogether;
+  const int seq = row / num_q_heads, q_head = row % num_q_heads;
+  bool is_merged = false, is_shared_out = kTogether > 1;
   int begin = 0, end = 0, token = 0;
   if (seq < params.tree.num_seqs && params.work.header->is_decode) {
     begin = params.work.path_indptr[seq];
     end = params.work.path_indptr[seq + 1];
     token = params.tree.q_indptr[seq];
     is_merged = end - begin > 1 && params.tree.q_indptr[seq + 1] > token;
+    // One warp a row in any batch, where bits must not depend on it.
+    is_shared_out &= params.work.header->shared_split > 0;
   }
   ptx::wait_for_previous_kernel();
   if (!is_merged) return;
 
-  constexpr int kParts = (kHeadDim + 127) / 128;  // of four values a lane
-  const auto state_row = [&](int s) { return int64_t{s} * num_q_heads + q_head; };
-  const auto load = [&](int s, int part) {
-    const int column = 128 * part + 4 * lane;
-    if (s >= end || column >= kHeadDim) return float4{0.f, 0.f, 0.f, 0.f};
-    const float* place = params.state_out + state_row(s) * kHeadDim + column;
-    return __ldcg(reinterpret_cast<const float4*>(place));
-  };
-  MergeWeights weights;
-  float4 acc[kParts] = {};
-  for (int group = begin; group < end; group += 32) {
-    const int own = group + lane;
-    const float lse =
-        own < end ? __ldcg(params.state_lse_log2 + state_row(own)) : negative_infinity();
-    float keep = 0.f, weight = 0.f;
-    for (int first = 0; first < 32 && group + first < end; first += kAtOnce) {
-      float4 out[kAtOnce][kParts];
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) out[i][part] = load(group + first + i, part);
-      }
-      if (first == 0) {
-        weight = weights.push(lse, keep);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          acc[part].x *= keep, acc[part].y *= keep, acc[part].z *= keep, acc[part].w *= keep;
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float w = __shfl_sync(~0u, weight, first + i);
-#pragma unroll
-        for (int part = 0; part < kParts; ++part) {
-          acc[part].x = fmaf(w, out[i][part].x, acc[part].x);
-          acc[part].y = fmaf(w, out[i][part].y, acc[part].y);
-          acc[part].z = fmaf(w, out[i][part].z, acc[part].z);
-          acc[part].w = fmaf(w, out[i][part].w, acc[part].w);
-        }
-      }
-    }
-  }
+  MergedStates<kHeadDim> states;
   const int64_t out_row = int64_t{token} * num_q_heads + q_head;
-  const float n = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    const int column = 128 * part + 4 * lane;
-    if (column >= kHeadDim) continue;
-    const uint2 packed = {pack<T>(acc[part].x * n, acc[part].y * n),
-                          pack<T>(acc[part].z * n, acc[part].w * n)};
-    *reinterpret_cast<uint2*>(static_cast<T*>(params.out) + out_row * kHeadDim + column) = packed;
+  if (!is_shared_out) {
+    if (warp % kTogether > 0) return;
+    states.take(params, begin, end, q_head);
+    states.template write<T>(params, out_row);
+    return;
   }
-  if (lane == 0) params.lse[out_row] = (weights.maximum + log2f(weights.sum)) * kLn2;
+  const int share = (end - begin + kMergeWarps - 1) / kMergeWarps;
+  const int own = begin + warp * share;
+  states.take(params, own, min(end, own + share), q_head);
+  __shared__ MergedStates<kHeadDim> shared[kMergeWarps][32];
+  if (warp > 0) shared[warp][threadIdx.x % 32] = states;
+  __syncthreads();
+  if (warp > 0) return;
+  for (int w = 1; w < kMergeWarps; ++w) {
+    const MergedStates<kHeadDim>& other = shared[w][threadIdx.x];
+    const float maximum = fmaxf(states.weights.maximum, other.weights.maximum);
+    const float offset = maximum == negative_infinity() ? 0.f : maximum;
+    const float keep = ptx::exp2_approx(states.weights.maximum - offset);
+    const float weight = ptx::exp2_approx(other.weights.maximum - offset);
+    states.scale(keep);
+    states.add(weight, other.out);
+    states.weights.sum = states.weights.sum * keep + other.weights.sum * weight;
+    states.weights.maximum = maximum;
+  }
+  states.template write<T>(params, out_row);
 }
 
 }  // namespace hf_cascade

@@ -103,8 +103,8 @@ __host__ __device__ inline bool is_single(int num_readers, const WorkShape& shap
 constexpr float kTileUs = 0.8f;          // matrix warps, for 64 tokens
 constexpr float kSharedItemTiles = 3.f;  // start and end of an item, in such tiles
 constexpr float kLeafUnitUs = 1.6f;      // a leaf warp, for 64 tokens
-constexpr float kLeafItemUs = 2.5f;      // start and end of an item
-constexpr float kMergeStateUs = 0.3f;    // a row's state, to be written and read
+constexpr float kLeafItemUs = 3.f;       // start and end of an item
+constexpr float kMergeStateUs = 0.2f;    // a row's state, to be written and read
 constexpr float kBytesPerUs = 4.4e6f;
 
 // What the nodes that one kind of warp reads add up to.
