@@ -43,7 +43,7 @@ def random_tree(seed: int, group_size: int, head_dim: int, *, prefills: bool) ->
     """Some 40 nodes: shared ones of many readers and of few, prompts of one reader, ragged leaves;
     empty nodes and nodes of one token among all of them.
     """
-    random = Random(seed)
+    random = Random(f"{seed} {group_size} {head_dim}")
     parents: list[int | None] = [None, 0, 0, None]
     kv_len = [random.randint(1000, 2500), random.randint(17, 400), 1, random.randint(100, 700)]
 
