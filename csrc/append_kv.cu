@@ -1,5 +1,6 @@
 #include "append_kv.cuh"
 
+#include "forced_schedule.h"
 #include "ops.h"
 
 namespace hf_cascade {
@@ -34,6 +35,7 @@ void launch_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const
   params.chunks_per_row =
       static_cast<int>(k.size(2) * static_cast<int64_t>(k.element_size()) / kAccessBytes);
   if (ticket) params.ticket = static_cast<int32_t*>(ticket->data_ptr());
+  params.is_late = forced_schedule().delay_seed > 0;
   const int64_t num_chunks =
       int64_t{params.num_tokens} * params.num_kv_heads * params.chunks_per_row;
   const int64_t num_ctas = (num_chunks + kThreads - 1) / kThreads;

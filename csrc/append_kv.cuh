@@ -22,6 +22,7 @@ struct AppendParams {
   int num_tokens, num_kv_heads, page_size;
   int chunks_per_row;  // head_dim in 16-byte chunks
   int32_t* ticket;     // [2], set to 0; null: no attention follows
+  bool is_late;        // waits before it writes; see forced_schedule.h
 };
 
 static __global__ void append_kv_kernel(const AppendParams params) {
@@ -30,6 +31,7 @@ static __global__ void append_kv_kernel(const AppendParams params) {
   ptx::wait_for_previous_kernel();
   ptx::let_next_kernel_start();
   if (thread < 2 && params.ticket) params.ticket[thread] = 0;
+  for (int i = 0; params.is_late && i < 20; ++i) __nanosleep(1000);
 
   const int64_t chunks_per_token = int64_t{params.num_kv_heads} * params.chunks_per_row;
   const int64_t token = thread / chunks_per_token;

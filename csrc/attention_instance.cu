@@ -65,6 +65,8 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
   using Traits = AttentionTraits<T, kHeadDim>;
   static_assert(num_stages(kHeadDim, 227 * 1024) == (kHeadDim <= 128 ? kMostStages : 5),
                 "a stage is lost");
+  // A warpgroup waits for a tile's K while it holds the V of the one before.
+  static_assert(shared_stages(num_stages(kHeadDim, 227 * 1024), 1, 1, 0.f, 1.f) >= 2, "deadlock");
   params.num_stages =
       num_stages(kHeadDim, device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
   if (device_attribute(cudaDevAttrComputeCapabilityMajor) == 9) {
@@ -85,6 +87,7 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
          forced.num_ctas ? forced.num_ctas : device_attribute(cudaDevAttrMultiProcessorCount),
          kAttentionThreads, bytes, stream, params);
   const int64_t rows = int64_t{params.tree.num_seqs} * params.num_kv_heads * params.group_size;
+  if (rows == 0) return;
   if (rows <= kFewRows) {
     launch("merge_paths", merge_paths_kernel<T, kHeadDim, kMergeWarps>, static_cast<int>(rows),
            kMergeThreads, 0, stream, params);

@@ -1,9 +1,9 @@
 // Attention over the nodes of a KV tree, shared ones and leaves, in one launch.
 //
 // A persistent CTA, one a multiprocessor: 8 matrix warps and their producer take shared nodes'
-// items, 3 leaf warps leaves' items, at the same time: leaves need memory, shared nodes with many
-// rows matrix units. Both take work items by ticket until none is left; an item is (node, KV split,
-// query tile, kv head).
+// items, 3 leaf warps (leaf_warps.cuh: or more) leaves' items, at the same time: leaves need
+// memory, shared nodes with many rows matrix units. Both take work items by ticket until none is
+// left; an item is (node, KV split, query tile, kv head).
 //   Memory   K and V stream through rings in shared memory. A byte of a shared node comes from DRAM
 //            once and serves up to 128 query rows (a group's heads are rows) a tile.
 //   Writes   A query that has but one state: its row of `out` and `lse`. Else a float32 partial
@@ -65,12 +65,14 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     cascade_attention_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedMemory<Traits> shared{memory, params.num_stages};
-  // First, so that its latency passes beside all of this.
   if (!params.may_start_early) ptx::wait_for_previous_kernel();
-  const WorkHeader header = *params.work.header;
+  const WorkHeader header = *params.work.header;  // its latency passes beside what follows
   init_barriers(shared.control());
   prefetch_maps(params);
   __syncthreads();
+
+  // The host can tell a foreign list by its size alone. Its rows would not fit our tables.
+  if (header.shape != launch_shape(Traits::kHeadDim, params.group_size)) __trap();
 
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   if (warp < kMatrixWarps) {

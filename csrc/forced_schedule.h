@@ -1,7 +1,9 @@
-// Schedules that tests force on the attention kernel: its answers must not depend on how many CTAs
-// share the items, nor on who is late.
+// Schedules that tests force on the append and the attention kernel: their answers must not depend
+// on how many CTAs share the items, nor on who is late.
 //   HF_CASCADE_CTAS    CTAs to launch, instead of one a multiprocessor
-//   HF_CASCADE_DELAYS  a seed: who takes an item waits for up to 16 microseconds first
+//   HF_CASCADE_DELAYS  a seed: who takes an item waits for up to 16 microseconds first, and the
+//   append
+//                      for 20 before it writes
 #pragma once
 
 #include <cstdint>

@@ -1,13 +1,12 @@
 // A leaf warp: takes leaves' items, fetches their KV and computes on it, all by itself.
 //
-//   Owns     a ring of slots of 16 tokens of K and V, one head's (8 KB at head_dim 128), its
-//   tickets
-//            and up to 8 query rows (leaf_rows.cuh). It shares nothing with other warps, so its
-//            only waits are for memory.
-//   Moves    blocks, not items: while it computes on one item the next one's blocks are on their
-//            way, so short leaves keep as many bytes in flight as long ones do.
-//   Computes two blocks at a time, beside the matrix warps: leaves are bound by memory, shared
-//            nodes with many rows by the matrix units.
+//   Owns     a ring of slots of 32 tokens of K and V, one head's (16 KB at head_dim 128), tickets
+//            of its own and up to 8 query rows (leaf_rows.cuh). It shares nothing with other warps,
+//            so its only waits are for memory.
+//   Moves    tiles, not items: while it computes on one item the next one's tiles are on their way,
+//            so short leaves keep as many bytes in flight as long ones do.
+//   Computes beside the matrix warps: leaves are bound by memory, shared nodes with many rows by
+//            the matrix units.
 //   Writes   the item's rows to their target.
 #pragma once
 

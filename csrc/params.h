@@ -37,7 +37,7 @@ struct WorkHeader {
   int32_t shared_stages;     // of the CTA's stages, those of matrix warps; leaf warps have the rest
   int32_t shared_split;      // of nodes that matrix warps read, see split_rule.cuh
   int32_t leaf_split;        // of leaves, and of nodes that leaf warps read
-  int32_t padding;
+  int32_t shape;             // launch_shape (tiles.cuh) of whom it was made for
 };
 
 // A work item of a decoding launch: all that finding its KV needs, so that who takes it has one
@@ -53,7 +53,7 @@ struct alignas(16) Item {
   int32_t split;       // of a shared node: which one, added to the reads' targets
   int32_t token;       // of one token: its row of q; -1: the sequence has none
   int32_t target;      // of one token: a Target
-  int32_t grows;       // leaf warps': its last token is of this step
+  int32_t grows;       // the node's last token, which may be of this step, is in its range
   int32_t padding[2];
 };
 

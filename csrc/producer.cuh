@@ -107,7 +107,7 @@ class Producer : TileLoader<Traits> {
   __device__ void set_segment(const Item& item) {
     remaining_ = max(1, ceil_div(item.end_slot - align_slot(item.begin_slot), Traits::kKvTile));
     num_segments_ = 1;
-    segment_ = {item.pages, item.begin_slot, item.end_slot, 0};
+    segment_ = {item.pages, item.begin_slot, item.end_slot, false, 0};
     // Of the first tile, so that its latency passes beside that of the targets.
     const int slot = align_slot(item.begin_slot) + lane_ % Traits::kBlocks * kBoxTokens;
     first_page_ = 0;
@@ -137,7 +137,7 @@ class Producer : TileLoader<Traits> {
     }
     // The segments are found one by one as they are streamed: the path's nodes, then the leaf.
     const int path_begin = p_.work.path_indptr[seq], path_end = p_.work.path_indptr[seq + 1];
-    const int first_visible = max(0, leaf_len - q_len + first + 1);
+    const int first_visible = leaf_len - q_len + first + 1;  // may be below 0
     const int leaf_end = leaf < 0 ? 0 : min(leaf_len, first_visible + num_tokens - 1);
     int tiles = leaf_end > 0 ? tiles_of(leaf, leaf_end) : 0;
     for (int i = path_begin; i < path_end; ++i) {
@@ -149,7 +149,11 @@ class Producer : TileLoader<Traits> {
     path_length_ = path_end - path_begin;
     num_segments_ = max(1, path_length_ + (leaf_end > 0));
     segment_ = {};
-    if (leaf_end > 0) segment_ = segment_of(leaf, leaf_end, first_visible);
+    if (leaf_end > 0) {
+      segment_ = segment_of(leaf, leaf_end);
+      segment_.is_causal = true;
+      segment_.seen = segment_.begin + first_visible;
+    }
   }
 
   __device__ int tiles_of(int node, int end) const {
@@ -160,13 +164,13 @@ class Producer : TileLoader<Traits> {
   struct Segment {
     int pages;       // the node's in kv_indices
     int begin, end;  // slots, counted from the first slot of the node's first page
-    int seen;        // > 0: causal, the item's first query token sees the slots before this one
+    bool is_causal;  // the item's first query token sees the slots before this one, the next
+    int seen;        //   one more, ..
   };
 
-  __device__ Segment segment_of(int node, int end, int first_visible) const {
+  __device__ Segment segment_of(int node, int end) const {
     const int first_slot = p_.tree.first_slot[node];
-    return {p_.tree.kv_indptr[node], first_slot, first_slot + end,
-            first_visible > 0 ? first_slot + first_visible : 0};
+    return {p_.tree.kv_indptr[node], first_slot, first_slot + end, false, 0};
   }
 
   __device__ void begin_item(int head, int num_rows) {
@@ -197,7 +201,7 @@ class Producer : TileLoader<Traits> {
       Segment segment = segment_;
       if (!is_decode_ && i < path_length_) {
         const int node = p_.work.path[path_begin_ + i];
-        segment = segment_of(node, p_.tree.kv_len[node], 0);
+        segment = segment_of(node, p_.tree.kv_len[node]);
       }
       const int32_t* pages = p_.tree.kv_indices + segment.pages;
       int start = align_slot(segment.begin);
@@ -205,12 +209,12 @@ class Producer : TileLoader<Traits> {
         Tile tile = item_;
         tile.begin = max(0, segment.begin - start);
         tile.end = min(Traits::kKvTile, segment.end - start);
-        if (segment.seen > 0) {
+        if (segment.is_causal) {
           tile.visible = segment.seen - start;
           if (tile.visible < tile.end) tile.flags |= Tile::kCausal;
         }
         if (--remaining_ == 0) tile.flags |= Tile::kLast;
-        const int seen_by_all = segment.seen > 0 ? min(segment.seen, segment.end) : segment.end;
+        const int seen_by_all = segment.is_causal ? min(segment.seen, segment.end) : segment.end;
         tile.num_whole = max(0, min(remaining_ - 1, (seen_by_all - start) / Traits::kKvTile - 1));
         send(tile, pages, start, [&] { hand_over_targets(); });
         item_.flags &= ~Tile::kFirst;

@@ -131,11 +131,6 @@ __device__ __forceinline__ void named_barrier_sync(int number, int num_threads) 
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
 }
 
-// The same without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int number, int num_threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
-}
-
 // Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void load_matrices(uint32_t (&m)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

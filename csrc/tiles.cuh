@@ -32,6 +32,11 @@ __host__ __device__ constexpr int count_tiles(int first_slot, int begin, int end
   return ceil_div(first_slot + end - align_slot(first_slot + begin), kv_tile);
 }
 
+// Of a launch, what its work list can't be used without.
+__host__ __device__ constexpr int launch_shape(int head_dim, int group_size) {
+  return head_dim << 16 | group_size;
+}
+
 // The largest i < n with sums[i] <= value.
 __host__ __device__ inline int find_item(const int32_t* sums, int n, int value) {
   int low = 0;

@@ -95,6 +95,7 @@ __host__ __device__ inline void set_range(Item& item, const TreeParams& tree, in
   item.begin_slot = tree.first_slot[node] + begin;
   item.end_slot = item.begin_slot + (rest < length ? rest : length);
   item.pages = tree.kv_indptr[node];
+  item.grows = rest <= length;
 }
 
 // The one token of an item, and where its state goes: the `state`-th of its sequence.

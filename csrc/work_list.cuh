@@ -153,6 +153,7 @@ static __global__ void __launch_bounds__(kWorkListThreads)
   header.is_decode = is_decode;
   header.shared_are_still = shared_are_still;
   header.shared_split = shared_split;
+  header.shape = launch_shape(shape.head_dim, shape.group_size);
   header.leaf_split = leaf_split;
   if (is_decode) {
     header.num_leaf_items = leaf_warps_read_leaves(shape) ? num_single_items + num_leaf_items : 0;

@@ -55,9 +55,11 @@ def patch(
             parameters they are, but `torch.save(layer.weight)` writes all that lie with it, also
             after `unpatch`, which leaves them there: save a clone.
         batch_invariant: for the CUDA kernels, cut each part of the KV by its own length alone and
-            not by what is fastest for the whole batch: the bits of a row's attention then do not
-            depend on the other rows, at some cost in speed. Matrix products, which are torch's,
-            may still depend on their number. Elsewhere (on the CPU, say) nothing changes.
+            not by what is fastest for the whole batch: the bits of a decoded row's attention then
+            do not depend on the other rows, at some cost in speed. That is, as long as these share
+            its prompt up to the same places (another prompt that leaves it midway divides what was
+            one part), and as partial states fit (`ops.work_list`). Matrix products, which are
+            torch's, may still depend on their number. Elsewhere (on the CPU, say) nothing changes.
     Returns:
         `model` itself. `model.cascade` has `stats`, `describe()`, `strict()` and `release()`.
     Raises:

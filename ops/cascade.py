@@ -150,8 +150,9 @@ def work_list(
             above.
         page_size, num_q_heads, num_kv_heads, head_dim: of the pools and of q.
         batch_invariant: cut each node by its own length alone, not by what is fastest for all of
-            them: a row's bits then do not depend on the other rows of the batch, as long as the
-            partial states fit (8192, or one a node read if those are more).
+            them: a row's bits then are the same in any batch of one query token a sequence that
+            has the same nodes on the row's path, as long as the partial states fit (8192, or one
+            a node read if those are more).
     Returns:
         int32, to be passed as `work`; its size depends on the shapes of the arguments alone.
     """
