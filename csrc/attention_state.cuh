@@ -13,14 +13,9 @@
 
 namespace hf_cascade {
 
-constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 __device__ __forceinline__ float negative_infinity() { return __int_as_float(0xff800000); }
-
-// The unit of an lse: attention works in base 2 (one instruction less per score), the ops in base
-// e.
-enum class LogBase { kTwo, kE };
 
 // Folds states from left to right: acc = acc * keep + out * add, and at the end acc / sum.
 //
@@ -28,9 +23,8 @@ enum class LogBase { kTwo, kE };
 // holds, a lone state comes back bit for bit (`is_first` tells the caller to copy, for 0 + -0
 // is 0), and two states fold to the same bits in either order (products rounded before the sum,
 // no fused multiply-add).
-template <LogBase kBase>
 struct Fold {
-  float maximum = negative_infinity();  // of the lse seen
+  float maximum = negative_infinity();  // of the lse seen, natural log
   float sum = 0.f;                      // of exp(lse - maximum)
 
   struct Weights {
@@ -43,19 +37,15 @@ struct Fold {
     if (w.is_empty) return w;
     const float larger = fmaxf(maximum, lse);
     // Equals are not subtracted: both may be infinite.
-    if (!w.is_first) w.keep = maximum == larger ? 1.f : exp(maximum - larger);
-    if (lse != larger) w.add = exp(lse - larger);
+    if (!w.is_first) w.keep = maximum == larger ? 1.f : expf(maximum - larger);
+    if (lse != larger) w.add = expf(lse - larger);
     sum = __fadd_rn(__fmul_rn(sum, w.keep), w.add);
     maximum = larger;
     return w;
   }
 
-  __device__ float lse() const { return sum == 1.f ? maximum : maximum + log(sum); }
+  __device__ float lse() const { return sum == 1.f ? maximum : maximum + logf(sum); }
   __device__ float normalizer() const { return sum == 0.f ? 0.f : 1.f / sum; }
-
- private:
-  static __device__ float exp(float x) { return kBase == LogBase::kTwo ? exp2f(x) : expf(x); }
-  static __device__ float log(float x) { return kBase == LogBase::kTwo ? log2f(x) : logf(x); }
 };
 
 template <typename Weights>

@@ -37,8 +37,7 @@ __global__ void merge_states_kernel(const MergeParams params) {
   const int64_t row = thread / chunks_per_row;
   if (row >= params.num_rows) return;
 
-  using Merge = Fold<LogBase::kE>;
-  Merge fold;
+  Fold fold;
   float acc[kWidth] = {};
 #pragma unroll 4
   for (int s = 0; s < params.num_states; ++s) {
@@ -46,7 +45,7 @@ __global__ void merge_states_kernel(const MergeParams params) {
     const auto* lse_bytes = reinterpret_cast<const char*>(params.lse) + s * params.lse_stride;
     const Chunk out = reinterpret_cast<const Chunk*>(out_bytes)[thread];
     const float lse = reinterpret_cast<const float*>(lse_bytes)[row];
-    const Merge::Weights weights = fold.push(lse);
+    const Fold::Weights weights = fold.push(lse);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) acc[i] = combine(acc[i], to_float(out.value[i]), weights);
   }
