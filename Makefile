@@ -49,6 +49,7 @@ bench: $(VENV)/installed
 figures: $(VENV)/installed
 	$(RUN) -m docs.figures
 	$(RUN) -m docs.tree_figures
+	$(RUN) -m docs.kernel_figure
 
 supported-models: $(VENV)/installed
 	$(RUN) -m docs.supported_models

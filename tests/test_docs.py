@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from docs.kernel_figure import constant, stage_tokens
 from docs.tree_figures import DOCUMENT, build_example
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -56,6 +57,20 @@ def test_a_read_of_the_picture_is_a_node_of_the_layout():
         path = [n for n in range(len(example.levels)) if sequence in example.sequences(n)]
         assert [example.levels[node] for node in path] == [0, 1, 2]
         assert [example.parents[node] for node in path] == [-1, *path[:-1]]
+
+
+def test_the_kernels_sizes_are_those_of_csrc():
+    page = " ".join(read("kernels.md").split())
+    leaf_warps, most = constant("kLeafWarps"), constant("kMostLeafWarps")
+    for claim in (
+        f"{constant('kMatrixWarps')} warps own the {constant('kRowsPerTile')} query rows",
+        f"ring of stages, {stage_tokens()} tokens at a time",
+        f"up to {constant('kMaxLeafRows')} query rows",
+        f"fetches {constant('kLeafTokens')} tokens at a time",
+        f"There are {leaf_warps} in a CTA. {most - leaf_warps} of the matrix warps",
+        f"each of {constant('kNumCandidates')} lengths",
+    ):
+        assert claim in page, claim
 
 
 @pytest.mark.parametrize("path", sorted(DOCS.glob("*.md")), ids=lambda path: path.name)
