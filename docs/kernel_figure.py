@@ -60,7 +60,7 @@ def draw(axes: Axes) -> None:
         y = 2.6 - i
         text = f"own ring: {leaf_tokens} tokens" if i == 0 else "own ring"
         box(axes, (7.0, y), (2.5, 0.7), text, LEAF)
-        text = f"leaf warp, {leaf_rows} query rows" if i == 0 else "leaf warp"
+        text = f"leaf warp: up to {leaf_rows} rows" if i == 0 else "leaf warp"
         box(axes, (10.6, y), (2.9, 0.7), text, LEAF)
         arrow(axes, (2.35, 1.6 + 0.35 * (1 - i)), (5.75, y), LEAF)
         arrow(axes, (8.25, y), (9.15, y), LEAF)
