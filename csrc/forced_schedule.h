@@ -2,8 +2,7 @@
 // on how many CTAs share the items, nor on who is late.
 //   HF_CASCADE_CTAS    CTAs to launch, instead of one a multiprocessor
 //   HF_CASCADE_DELAYS  a seed: who takes an item waits for up to 16 microseconds first, and the
-//   append
-//                      for 20 before it writes
+//                      append kernel for 20 before it writes
 #pragma once
 
 #include <cstdint>

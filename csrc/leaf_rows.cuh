@@ -1,12 +1,12 @@
-// Attention of up to 8 query rows to blocks of 16 tokens, by one warp with mma.sync, transposed:
+// Attention of up to 8 query rows to 32 tokens at a time, by one warp with mma.sync, transposed:
 // the instruction is 16 x 8, and here the 16 are tokens (of K) and values (of V) and the 8 are
 // query rows. The other way round 8 rows would fill half of it, and `out` twice the registers.
 //
 //   Owns      up to 8 rows: a thread holds rows 2 * (lane % 4) + {0, 1}, and of each the values
 //             lane / 4 + 8 j (the accumulator layout of m16n8k16).
-//   Computes  S^T = K q^T, online softmax in base 2, O^T += V^T P^T. P^T stays in registers: an 8 x
-//   8
-//             transposition makes the accumulators of S^T the right operand of the second product.
+//   Computes  S^T = K q^T, online softmax in base 2, O^T += V^T P^T. P^T stays in registers: the
+//             accumulators of S^T, 8 x 8 of them transposed, are the right operand of the second
+//             product.
 #pragma once
 
 #include "attention_traits.cuh"
