@@ -1,0 +1,313 @@
+"""What a launch of the attention kernel is made of, which the device decides, tested without a GPU.
+
+Every row sees all of its path once; every partial state has one writer and a place of its own; who
+reads what, and in what, is as the attention kernel takes it. Of a list only what that relies on is
+asked, not how it is found.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from dataclasses import replace
+from math import ceil
+from random import Random
+
+import pytest
+from cases import TREES, Tree
+from work_lists import (
+    COMPILER,
+    NOWHERE,
+    ROWS_PER_TILE,
+    SCRATCH_STATES,
+    SPLIT_UNIT,
+    Launch,
+    WorkList,
+    compile_host,
+    indptr,
+    make_list,
+    paged,
+)
+
+from benchmarks.bench_attention import HEAD_DIM, PAGE_SIZE, Shape, grid
+
+pytestmark = [
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine"),
+    pytest.mark.skipif(sys.platform != "linux", reason="fibers are those of Linux"),
+]
+
+GROUP_SIZES, HEAD_DIMS, STAGES = (1, 4, 8, 16), (64, 128, 256), (6, 5, 2, 1)
+SEEDS = range(24)
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory) -> ctypes.CDLL:
+    return compile_host(tmp_path_factory.mktemp("host"))
+
+
+# ---------------------------------------------------------------------- trees
+
+
+def random_tree(random: Random, *, prefills: bool, **shape) -> Tree:
+    """Parents before children; lengths of one scale, some of them 0 or 1."""
+    parents: list[int | None] = []
+    kv_len: list[int] = []
+    longest = random.choice([5, 200, 3000, 40000])
+
+    def add(parent: int | None) -> int:
+        parents.append(parent)
+        kv_len.append(random.choice([0, 1, random.randint(1, longest), random.randint(1, longest)]))
+        return len(parents) - 1
+
+    for _ in range(random.randint(0, 12)):
+        add(random.choice([None, *range(len(parents))]))
+    inner, leaves = len(parents), []
+    for _ in range(random.choice([1, 3, 20, 70])):
+        parent = random.choice([None, *range(inner), *range(inner)])
+        if random.random() < 0.2:
+            parent = add(parent)  # one reader's
+        leaves.append(add(parent))
+    if random.random() < 0.3:
+        leaves += random.sample(range(inner), min(inner, 2))  # others read them too
+    if random.random() < 0.3:
+        leaves += [add(None)] * 2  # of sequences that are finished
+        kv_len[-1] = 0
+    random.shuffle(leaves)
+    choices = (0, 1, 2, 40, 300) if prefills else random.choice([(1,), (0, 1)])
+    q_len = [random.choice(choices) for _ in leaves]
+    if prefills:
+        q_len[-1] = 70
+    return Tree(
+        "random", tuple(parents), tuple(kv_len), tuple(leaves), tuple(q_len), page_size=16, **shape
+    )
+
+
+def random_launch(seed: int, group_size: int, num_stages: int, *, prefills: bool = False) -> Launch:
+    random = Random(f"{seed} {group_size} {num_stages} {prefills}")
+    tree = random_tree(
+        random,
+        prefills=prefills,
+        group_size=group_size,
+        head_dim=random.choice(HEAD_DIMS),
+        num_kv_heads=random.choice([1, 2, 3, 8]),
+    )
+    return paged(
+        tree,
+        random,
+        num_stages=num_stages,
+        num_ctas=random.choice([1, 20, 132]),
+        room=random.choice([0, 3, 100, 2000]),
+        batch_invariant=random.random() < 0.4,
+        spare_reads=random.choice([0, 5]),
+        parts=random.choice(["paths"] * 8 + ["prefixes", "suffixes"]),
+    )
+
+
+# ---------------------------------------------------------------------- decoding
+
+
+@pytest.mark.parametrize("num_stages", STAGES)
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_rows_see_their_paths_once(host, group_size, num_stages):
+    for seed in SEEDS:
+        launch = random_launch(seed, group_size, num_stages)
+        assert_serves(launch, make_list(host, launch, num_ctas=1 + seed % 2, seed=seed))
+
+
+@pytest.mark.parametrize("tree", [tree for tree in TREES if max(tree.q_len or (1,)) <= 1], ids=str)
+def test_named_trees_are_served(host, tree):
+    for batch_invariant in (False, True):
+        launch = paged(tree, batch_invariant=batch_invariant)
+        assert_serves(launch, make_list(host, launch))
+
+
+def test_more_sequences_and_nodes_than_threads(host):
+    leaves = tuple(range(2, 1502))
+    kv_len = (300, 0, *(leaf % 90 for leaf in leaves))
+    launch = paged(Tree("wide", (None, 0, *[1] * 1500), kv_len, leaves, page_size=16))
+    assert_serves(launch, make_list(host, launch, in_shared=False))
+
+
+def assert_serves(launch: Launch, work: WorkList) -> None:
+    """Every row's states, in their order, are the tokens of its path, the root's first."""
+    assert_header(launch, work)
+    assert work.path_indptr[0] == 0
+    assert work.path_indptr[-1] <= launch.max_states
+    q_indptr = indptr(launch.q_len)
+    written: dict[tuple[int, int], dict[str, int]] = {}
+    for item in work.items:
+        for target, row in work.rows_of(item):
+            if target == NOWHERE:
+                continue
+            assert (target, item["head"]) not in written, "a state has two writers"
+            written[target, item["head"]] = item | {"row": row}
+    for seq in range(launch.num_seqs):
+        if not launch.q_len[seq]:
+            continue
+        states = range(work.path_indptr[seq], work.path_indptr[seq + 1])
+        targets = [~q_indptr[seq]] if len(states) == 1 else states
+        for head in range(launch.tree.num_kv_heads):
+            items = [written.pop((target, head)) for target in targets]
+            assert all(item["row"] == q_indptr[seq] for item in items)
+            assert_is_path(launch, seq, items)
+    assert not written, "a state is nobody's"
+
+
+def assert_is_path(launch: Launch, seq: int, items: list[dict[str, int]]) -> None:
+    kv_len, kv_indptr = launch.tree.kv_len, indptr(launch.num_pages)
+    nodes = [node for node in (*launch.prefix(seq), *launch.leaf(seq)) if kv_len[node]]
+    if not nodes:
+        (item,) = items
+        assert item["begin_slot"] == item["end_slot"]
+        assert not item["grows"]
+        return
+    for node in nodes:
+        begin, end = launch.first_slot[node], launch.first_slot[node] + kv_len[node]
+        length = items[0]["end_slot"] - items[0]["begin_slot"]
+        assert length == kv_len[node] or length % SPLIT_UNIT == 0
+        while begin < end:
+            item = items.pop(0)
+            assert item["pages"] == kv_indptr[node]
+            assert (item["begin_slot"], item["end_slot"]) == (begin, min(begin + length, end))
+            assert item["grows"] == (item["end_slot"] == end), "but for a node's last split"
+            reads_one = node in launch.leaf(seq) or launch.leaf_warps_read(node, seq)
+            assert (item["first_read"] < 0) == reads_one
+            begin = item["end_slot"]
+    assert not items
+
+
+def assert_header(launch: Launch, work: WorkList) -> None:
+    header, tree = work.header, launch.tree
+    num_shared, num_leaf = header["num_shared_items"], header["num_leaf_items"]
+    assert header["is_decode"] == 1
+    assert header["shape"] == tree.head_dim << 16 | tree.group_size
+    if num_shared and num_leaf:
+        assert 1 <= header["shared_stages"] < launch.num_stages
+    else:
+        assert header["shared_stages"] == (launch.num_stages if num_shared else 0)
+    for i, item in enumerate(work.items):
+        assert 0 <= item["head"] < tree.num_kv_heads
+        assert 0 < item["num_tokens"] * tree.group_size <= ROWS_PER_TILE
+        by_leaf_warps = item["first_read"] < 0 and launch.leaf_warps_read_leaves
+        assert (i >= num_shared) == by_leaf_warps
+    # Who starts early reads what is not there yet, unless it stays; who need not wait should not.
+    starts = indptr(launch.num_pages)
+    grown = {leaf for seq in range(launch.num_seqs) for leaf in launch.leaf(seq)}
+    pages_of_grown = {starts[leaf] for leaf in grown if tree.kv_len[leaf]}
+    if header["shared_are_still"]:
+        shared = [item for item in work.items[:num_shared] if item["begin_slot"] < item["end_slot"]]
+        assert not pages_of_grown & {item["pages"] for item in shared}
+    elif launch.leaf_warps_read_leaves:
+        assert any(launch.readers[leaf] for leaf in grown)
+
+
+def test_tables_in_global_memory_make_the_same_list(host):
+    for seed in SEEDS:
+        launch = random_launch(seed, 4, 6, prefills=seed % 4 == 0)
+        here = make_list(host, launch, num_ctas=3, seed=seed)
+        there = make_list(host, launch, in_shared=False, seed=seed + 1)
+        assert (here.words == there.words).all()
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_little_room_makes_splits_grow(host, batch_invariant):
+    kv_len, leaves = (20000, *[3000] * 8), tuple(range(1, 9))
+    tree = Tree("long", (None, *[0] * 8), kv_len, leaves, num_kv_heads=8, page_size=16)
+    num_states = []
+    for room in (SCRATCH_STATES, 30, 0):
+        launch = paged(tree, room=room, batch_invariant=batch_invariant)
+        work = make_list(host, launch)
+        assert_serves(launch, work)
+        num_states.append(work.path_indptr[-1])
+    assert num_states[0] > num_states[1] > num_states[2] == 16
+
+
+# ---------------------------------------------------------------------- prefill
+
+
+@pytest.mark.parametrize("group_size", GROUP_SIZES)
+def test_prefill_walks_whole_paths(host, group_size):
+    for seed in SEEDS:
+        launch = random_launch(seed, group_size, STAGES[seed % 4], prefills=True)
+        work = make_list(host, launch, num_ctas=1 + seed % 2, seed=seed)
+        kv_len, heads = launch.tree.kv_len, launch.tree.num_kv_heads
+        prefixes = [[n for n in launch.prefix(seq) if kv_len[n]] for seq in range(launch.num_seqs)]
+        tiles = [ceil(q_len / (ROWS_PER_TILE // group_size)) for q_len in launch.q_len]
+        assert work.path_indptr == indptr(map(len, prefixes))
+        assert work.path[: work.path_indptr[-1]] == [node for path in prefixes for node in path]
+        assert work.leaf_items == indptr(heads * count for count in tiles)
+        assert work.header["num_shared_items"] == heads * sum(tiles)
+        assert work.header["num_leaf_items"] == work.header["is_decode"] == 0
+        assert work.header["shared_stages"] == launch.num_stages
+
+
+# ---------------------------------------------------------------------- the splits
+
+
+def test_batch_invariant_splits_do_not_depend_on_companions(host):
+    num_compared = 0
+    for seed in SEEDS:
+        random = Random(seed)
+        group_size, heads = random.choice(GROUP_SIZES), random.choice([1, 2, 8])
+        tree = random_tree(random, prefills=False, group_size=group_size, num_kv_heads=heads)
+        launch = paged(tree, random, batch_invariant=True)
+        seqs = sorted(random.sample(range(launch.num_seqs), ceil(launch.num_seqs / 3)))
+        leaves, q_len = ([values[seq] for seq in seqs] for values in (tree.leaves, launch.q_len))
+        few = replace(launch, tree=replace(tree, leaves=tuple(leaves), q_len=tuple(q_len)))
+        among_all, among_few = ranges_of(host, launch), ranges_of(host, few)
+        assert among_few == [among_all[seq] for seq in seqs]
+        num_compared += sum(map(len, among_few))
+    assert num_compared > 1000
+
+
+def ranges_of(host: ctypes.CDLL, launch: Launch) -> list[set[tuple[int, ...]]]:
+    """Of each sequence, what its states are of: (place on its path, head, pages, slots)."""
+    work = make_list(host, launch)
+    assert work.header["shared_split"] == work.header["leaf_split"] == ~0  # there is room enough
+    seq_of = {row: seq for seq, row in enumerate(indptr(launch.q_len)[:-1]) if launch.q_len[seq]}
+    found: list[set[tuple[int, ...]]] = [set() for _ in launch.q_len]
+    for item in work.items:
+        for target, row in work.rows_of(item):
+            if target == NOWHERE:
+                continue
+            place = 0 if target < 0 else target - work.path_indptr[seq_of[row]]
+            values = (item[name] for name in ("head", "pages", "begin_slot", "end_slot"))
+            found[seq_of[row]].add((place, *values))
+    return found
+
+
+def test_ctas_have_work_where_there_is_enough(host):
+    for shape in grid("full"):
+        launch = launch_of(shape)
+        work = make_list(host, launch)
+        assert work.path_indptr[-1] <= launch.max_states
+        # Of either kind, first items go one to a CTA.
+        num_items = (work.header["num_shared_items"], work.header["num_leaf_items"])
+        num_tokens = shape.num_kv_heads * sum(length for length, _ in shape.nodes())
+        if num_tokens >= launch.num_ctas * SPLIT_UNIT:
+            assert max(num_items) >= launch.num_ctas / 2, shape.name
+
+
+def launch_of(shape: Shape) -> Launch:
+    """As the benchmark has it, on 132 multiprocessors."""
+    nodes = shape.nodes()
+    inner = [set(readers) for _, readers in nodes[: -shape.batch]]
+
+    def parent(readers: set[int], num_before: int) -> int | None:
+        return max((n for n in range(num_before) if readers <= inner[n]), default=None)
+
+    tree = Tree(
+        shape.name,
+        (
+            *(parent(readers, node) for node, readers in enumerate(inner)),
+            *(parent({seq}, len(inner)) for seq in range(shape.batch)),
+        ),
+        tuple(length for length, _ in nodes),
+        tuple(range(len(inner), len(nodes))),
+        num_kv_heads=shape.num_kv_heads,
+        group_size=shape.num_q_heads // shape.num_kv_heads,
+        head_dim=HEAD_DIM,
+        page_size=PAGE_SIZE,
+    )
+    least = paged(tree, room=0).max_states
+    return paged(tree, room=max(0, SCRATCH_STATES - least))
