@@ -5,6 +5,7 @@ first use."""
 
 import importlib.util
 import shutil
+import sys
 from pathlib import Path
 
 from setuptools import setup
@@ -18,6 +19,7 @@ def compile_kernels(folder: Path) -> None:
     try:
         spec = importlib.util.spec_from_file_location("kernels", ROOT / "ops" / "kernels.py")
         kernels = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = kernels  # its dataclass looks for its module there
         spec.loader.exec_module(kernels)
     except ImportError as error:
         return print(f"hf_cascade: CUDA kernels are left to the first use ({error})")

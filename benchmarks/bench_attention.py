@@ -21,6 +21,7 @@ import datetime
 import os
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,7 @@ from hf_cascade import ops
 RESULTS = Path(__file__).resolve().parent / "results"
 HEAD_DIM, PAGE_SIZE = 128, 16
 DTYPE = torch.bfloat16
+MAX_ERROR = 1e-2  # relative to float32; bfloat16's own is 2e-3
 LAYERS = 32  # of one step, which makes one work list; as many as Llama-3.1-8B has
 
 
@@ -293,14 +295,17 @@ def earlier_peers() -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--grid", choices=("quick", "full"), default="quick")
-    parser.add_argument("--only", help="a part of the shape's name")
+    parser.add_argument("--only", help="a part of the shape's name; nothing is saved")
     parser.add_argument(
         "--peers", nargs="?", type=int, const=5, default=0, metavar="N",
         help="time FlashInfer in this run too, N replays a composition (default 5)",
     )  # fmt: skip
     arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("it takes a GPU")
     peers, source = None, "FlashInfer's times from peers_h200_grid.csv, an earlier run"
     if arguments.peers:
+        sys.path.insert(0, str(Path(__file__).parent))  # where it is not run as a script
         try:
             import flashinfer_peers as peers
         except ImportError as missing:
@@ -320,6 +325,8 @@ def main() -> None:
             continue
         step = build(shape, properties.L2_cache_size)
         wrong = error(step, shape)
+        if not wrong < MAX_ERROR:
+            raise SystemExit(f"{shape.name}: the answer is off by {wrong:.1e}")
         memory, compute = shape.floor_us(roofs)
         rivals = peers.contenders(shape, step, step.layer(0, step.work())[0]) if peers else {}
         times = race(step, rivals, arguments.peers)
@@ -341,8 +348,9 @@ def main() -> None:
               f"{memory * roofs.bytes_per_us / us / 1e3:6.0f} "
               f"{compute * roofs.flops_per_us / us / 1e6:5.0f} {wrong:8.1e}"
               f"  {min(times, key=times.__getitem__, default='')}")  # fmt: skip
-        # What there is, should we be stopped.
-        save(rows, arguments.grid, f"{properties.name} torch {torch.__version__}", roofs, source)
+        if not arguments.only:  # what there is, should we be stopped
+            card = f"{properties.name} torch {torch.__version__}"
+            save(rows, arguments.grid, card, roofs, source)
         del step, rivals
         torch.cuda.empty_cache()
     summarize(rows)

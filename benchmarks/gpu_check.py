@@ -10,12 +10,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+REQUIRE_KERNELS = """
+from hf_cascade.ops import kernels
+status = kernels.load()
+if not status.library:
+    raise SystemExit(f"no kernels to check: {status.reason}")
+"""
 SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 
 
@@ -32,6 +39,12 @@ def main() -> int:
         help=f"small tests under compute-sanitizer: {', '.join(SANITIZERS)}, or all of them",
     )
     arguments = parser.parse_args()
+    if not (arguments.tests or arguments.bench or arguments.sanitize is not None):
+        parser.error("nothing to do: give --tests, --bench or --sanitize")
+    if arguments.peers and not arguments.bench:
+        parser.error("--peers goes with --bench")
+    if arguments.sanitize is not None and not shutil.which("compute-sanitizer"):
+        parser.error("--sanitize needs compute-sanitizer, of the CUDA toolkit, on PATH")
     with tempfile.TemporaryDirectory() as folder:
         link_package(Path(folder) / "hf_cascade")
         return run_checks(arguments, folder)
@@ -50,6 +63,9 @@ def run_checks(arguments: argparse.Namespace, folder: str) -> int:
     """Run what was asked for with the package in `folder`; 1 if anything failed, else 0."""
     paths = [folder, str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1"}
+    # Without kernels every test would be skipped, which looks like success.
+    if subprocess.run([sys.executable, "-c", REQUIRE_KERNELS], env=environment).returncode:
+        return 1
     tests = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     tests += ["-c", os.devnull]  # the repository's settings put its root on the path
     tests += [str(path) for path in sorted((ROOT / "tests").glob("test_kernels*.py"))]

@@ -94,7 +94,13 @@ def fuse_pass(
     Args:
         then: another pass to run afterwards, such as one that was set before.
         batch_invariant: of the fused calls' work lists, see `ops.work_list`.
+    Raises:
+        TypeError: then is not callable, or batch_invariant no bool.
     """
+    if not (then is None or callable(then)):
+        raise TypeError(f"then must be a pass to call or None, got {then!r}")
+    if not isinstance(batch_invariant, bool):
+        raise TypeError(f"batch_invariant must be True or False, got {batch_invariant!r}")
     return FusePass(then, batch_invariant=batch_invariant)
 
 

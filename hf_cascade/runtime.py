@@ -49,6 +49,9 @@ class Options:
             raise ValueError(f"max_pages must be at least 1 or None, got {self.max_pages}")
         if self.compile not in (True, False, "auto"):
             raise ValueError(f'compile must be True, False or "auto", got {self.compile!r}')
+        for name in ("strict", "pack_linears", "batch_invariant"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
 
 class Cascade:

@@ -113,8 +113,10 @@ def cascade_attention(
         k, v: [num_tokens, num_kv_heads, head_dim], the new tokens' KV, typed like the pools.
         slots: [num_tokens], where they go, see `append_kv`; k_pool and v_pool are written.
         others: as `prefix_attention` and `suffix_attention`.
-        work: what `work_list` returned for these index arguments and head counts; made anew in
-            every call, not batch invariant, if None.
+        work: what `work_list` returned for these index arguments, head counts and head_dim; made
+            anew in every call, not batch invariant, if None. One of another size is an error; one
+            that happens to have the size but not the head_dim or group_size stops the kernel, and
+            with it the CUDA context. On the CPU it is not looked at.
     Returns:
         (out, lse) of each query token over its whole path.
     """
@@ -155,6 +157,9 @@ def work_list(
             a node read if those are more).
     Returns:
         int32, to be passed as `work`; its size depends on the shapes of the arguments alone.
+    Raises:
+        ValueError: an index argument's dtype, shape or device, or a number, is impossible (on a
+            GPU a RuntimeError, which also says which sizes the kernels have).
     """
     return torch.ops.hf_cascade.work_list(
         q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
@@ -243,6 +248,10 @@ def _work_list(
     q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
     page_size, num_q_heads, num_kv_heads, head_dim, batch_invariant=False,
 ):  # fmt: skip
+    _check_work_list(
+        q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
+        page_size, num_q_heads, num_kv_heads, head_dim,
+    )  # fmt: skip
     return q_indptr.new_empty(0)
 
 
@@ -271,6 +280,20 @@ def _check_prefix(
     check_queries(q, k_pool, v_pool)
     check_nodes(q, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     check_readers(reader_indptr, readers, kv_len, q)
+
+
+def _check_work_list(
+    q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
+    page_size, num_q_heads, num_kv_heads, head_dim,
+):  # fmt: skip
+    check_nodes(q_indptr, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    check_leaves(leaves, q_indptr, q_indptr)
+    check_readers(reader_indptr, readers, kv_len, q_indptr)
+    if min(page_size, num_q_heads, num_kv_heads, head_dim) < 1 or num_q_heads % num_kv_heads:
+        raise ValueError(
+            "page_size, num_q_heads, num_kv_heads and head_dim must be positive, num_q_heads a "
+            f"multiple of num_kv_heads, got {page_size}, {num_q_heads}, {num_kv_heads}, {head_dim}"
+        )
 
 
 def _check_suffix(q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves):

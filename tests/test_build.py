@@ -2,8 +2,10 @@
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,3 +72,12 @@ def test_head_dims_are_those_of_the_dispatch():
     dispatch = (SOURCES / "cascade_attention.cu").read_text()
     found = re.findall(r"launch_attention<(\d+)>", dispatch)
     assert tuple(map(int, found)) == kernels.HEAD_DIMS
+
+
+def test_an_install_that_sees_torch_leaves_what_it_cannot_compile(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("setuptools.setup", lambda **options: None)
+    setup = runpy.run_path(str(Path(kernels.__file__).resolve().parents[1] / "setup.py"))
+    monkeypatch.setattr(torch.version, "cuda", None)
+    setup["compile_kernels"](tmp_path)
+    assert "torch is built without CUDA" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

@@ -211,3 +211,15 @@ def test_the_compile_cache_key_covers_the_chain() -> None:
     assert fuse_pass(then=lambda graph: None).uuid() is None
     assert fuse_pass(batch_invariant=True).uuid() != alone.uuid()
     assert copy.deepcopy(alone).uuid() == alone.uuid()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ((True,), {}, "then must be a pass to call or None, got True"),
+        ((), {"batch_invariant": "False"}, "batch_invariant must be True or False, got 'False'"),
+    ],
+)
+def test_it_says_what_it_cannot_take(arguments, options, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        fuse_pass(*arguments, **options)

@@ -85,6 +85,22 @@ def test_a_work_list_may_come_along():
     torch.library.opcheck(overload("cascade_attention"), (), given | {"work": work})
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"page_size": -3}, "must be positive, .* got -3, "),
+        ({"num_kv_heads": 0}, "must be positive"),
+        ({"num_q_heads": 3, "num_kv_heads": 2}, "num_q_heads a multiple of num_kv_heads"),
+        ({"kv_len": torch.zeros(1, dtype=torch.int64)}, "kv_len must be int32"),
+        ({"leaves": torch.zeros(1, dtype=torch.int32)}, "leaves must have num_seqs"),
+    ],
+)
+def test_a_work_list_says_what_it_cannot_be_made_of(changed, message):
+    sizes = {"page_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    with pytest.raises(ValueError, match=message):
+        ops.work_list(**build(FOREST).args(ops.work_list) | sizes | changed)
+
+
 def overload(name: str) -> OpOverload:
     return getattr(torch.ops.hf_cascade, name).default
 

@@ -133,6 +133,9 @@ def test_batch_invariance_reaches_the_work_lists(batch_invariant, monkeypatch):
         ({"page_size": 0}, "page_size must be one of .*, got 0"),
         ({"page_size": 256}, "page_size must be one of .*, got 256"),
         ({"max_pages": 0}, "max_pages must be at least 1 or None, got 0"),
+        ({"batch_invariant": "False"}, "batch_invariant must be True or False, got 'False'"),
+        ({"pack_linears": None}, "pack_linears must be True or False, got None"),
+        ({"strict": 1}, "strict must be True or False, got 1"),
     ],
 )
 def test_an_option_out_of_range_is_named_and_changes_nothing(options, message):
