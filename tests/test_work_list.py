@@ -37,7 +37,7 @@ pytestmark = [
 ]
 
 GROUP_SIZES, HEAD_DIMS, STAGES = (1, 4, 8, 16), (64, 128, 256), (6, 5, 2, 1)
-SEEDS = range(24)
+SEEDS = range(16)
 
 
 @pytest.fixture(scope="module")
@@ -281,11 +281,11 @@ def test_ctas_have_work_where_there_is_enough(host):
         launch = launch_of(shape)
         work = make_list(host, launch)
         assert work.path_indptr[-1] <= launch.max_states
-        # Of either kind, first items go one to a CTA.
-        num_items = (work.header["num_shared_items"], work.header["num_leaf_items"])
-        num_tokens = shape.num_kv_heads * sum(length for length, _ in shape.nodes())
-        if num_tokens >= launch.num_ctas * SPLIT_UNIT:
-            assert max(num_items) >= launch.num_ctas / 2, shape.name
+        # Each kind of warp shares out its own; a CTA's first items of either go one to a CTA.
+        for kind, is_read in (("shared", lambda num: num > 1), ("leaf", lambda num: num <= 1)):
+            num_tokens = sum(length for length, readers in shape.nodes() if is_read(len(readers)))
+            if num_tokens * shape.num_kv_heads >= launch.num_ctas * SPLIT_UNIT:
+                assert work.header[f"num_{kind}_items"] >= launch.num_ctas / 2, shape.name
 
 
 def launch_of(shape: Shape) -> Launch:
