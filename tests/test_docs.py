@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from collections.abc import Callable
 from pathlib import Path
+from statistics import geometric_mean
 
 import pytest
 
@@ -79,3 +82,59 @@ def test_a_path_of_the_repository_exists(path):
         r"`((?:hf_cascade|ops|tests|csrc|docs|benchmarks)/[\w./]+)`", path.read_text()
     ):
         assert (DOCS.parent / name).exists(), name
+
+
+Cell = tuple[int, int, int, int]  # batch, shared, unique, kv heads
+
+
+def speedups(chosen: Callable[[Cell], bool] = lambda cell: True) -> list[float]:
+    """FlashInfer's best time / ours, of the grid's shapes: one prefix, 1 to 256 rows."""
+    found = []
+    for row in measured():
+        name = re.fullmatch(r"(\d+)x(\d+)\+(\d+) 32/(\d+)", row["shape"])
+        cell = tuple(map(int, name.groups())) if name else (0, 0, 0, 0)
+        if cell[1] >= 1024 and chosen(cell):
+            found.append(float(row["speedup"]))
+    return found
+
+
+def measured() -> list[dict[str, str]]:
+    path = DOCS.parent / "benchmarks" / "results" / "attention_full.csv"
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return list(csv.DictReader(line for line in lines if not line.startswith("#")))
+
+
+@pytest.mark.parametrize(
+    ("row", "chosen"),
+    [
+        ("all of the grid", lambda c: True),
+        ("32 query, 32 kv heads", lambda c: c[3] == 32),
+        ("32 query, 8 kv heads", lambda c: c[3] == 8),
+        ("1 row", lambda c: c[0] == 1),
+        ("16 rows", lambda c: c[0] == 16),
+        ("64, 128, 256 rows", lambda c: c[0] >= 64),
+        (
+            "16 rows and more, 8,192 shared tokens and more, 512 of its own at most",
+            lambda c: c[0] >= 16 and c[1] >= 8192 and c[2] <= 512,
+        ),
+    ],
+)
+def test_the_speeds_are_those_of_the_data(row, chosen):
+    found = speedups(chosen)
+    mean, least, most = geometric_mean(found), min(found), max(found)
+    line = f"| {row} | {len(found)} | {mean:.2f} | {least:.2f} .. {most:.2f} |"
+    assert line in read("kernels.md")
+
+
+def test_the_readme_has_the_same_speeds():
+    readme = " ".join((DOCS.parent / "README.md").read_text(encoding="utf-8").split())
+    every, one, several = (
+        geometric_mean(speedups(chosen))
+        for chosen in (lambda c: True, lambda c: c[0] == 1, lambda c: c[0] >= 16)
+    )
+    lost = [row for row in measured() if float(row["us"]) > 1.03 * float(row["best_fi_us"]) + 1]
+    assert f"120 shapes of that grid: {every:.2f} (" in readme
+    assert f"From 16 rows on it is {several:.2f}, " in readme
+    assert f"for a single row {one:.2f}." in readme
+    assert f"{len(measured())} in all, {len(lost)} are slower by more than 3% + 1 us" in readme
+    assert f"{every:.2f} times as fast as the best of seven ways" in readme
