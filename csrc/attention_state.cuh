@@ -48,8 +48,7 @@ struct Fold {
   __device__ float normalizer() const { return sum == 0.f ? 0.f : 1.f / sum; }
 };
 
-template <typename Weights>
-__device__ __forceinline__ float combine(float acc, float out, const Weights& w) {
+__device__ __forceinline__ float combine(float acc, float out, const Fold::Weights& w) {
   if (w.is_empty) return acc;
   if (w.is_first) return out;
   return __fadd_rn(__fmul_rn(acc, w.keep), __fmul_rn(out, w.add));

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int row = static_cast<int>(blockIdx.x) * (kMergeWarps / kTogether) + warp / kTogether;
   const int seq = row / num_q_heads, q_head = row % num_q_heads;
-  bool is_merged = false, is_shared_out = kTogether > 1;
+  bool is_merged = false, is_divided = kTogether > 1;
   int begin = 0, end = 0, token = 0;
   if (seq < params.tree.num_seqs && params.work.header->is_decode) {
     begin = params.work.path_indptr[seq];
@@ -140,14 +140,14 @@ __global__ void __launch_bounds__(kMergeThreads)
     token = params.tree.q_indptr[seq];
     is_merged = end - begin > 1 && params.tree.q_indptr[seq + 1] > token;
     // One warp a row in any batch, where bits must not depend on it.
-    is_shared_out &= params.work.header->shared_split > 0;
+    is_divided &= params.work.header->shared_split > 0;
   }
   ptx::wait_for_previous_kernel();
   if (!is_merged) return;
 
   MergedStates<kHeadDim> states;
   const int64_t out_row = int64_t{token} * num_q_heads + q_head;
-  if (!is_shared_out) {
+  if (!is_divided) {
     if (warp % kTogether > 0) return;
     states.take(params, begin, end, q_head);
     states.template write<T>(params, out_row);

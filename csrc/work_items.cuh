@@ -98,16 +98,27 @@ __host__ __device__ inline void set_range(Item& item, const TreeParams& tree, in
   item.grows = rest <= length;
 }
 
-// The one token of an item, and where its state goes: the `state`-th of its sequence.
+// A sequence's row of q, -1 if it has none, and where the `state`-th of its states goes.
+struct TokenTarget {
+  int32_t token;
+  Target target;
+};
+
+__host__ __device__ inline TokenTarget find_target(const TreeParams& tree, const ListTables& tables,
+                                                   int seq, int state) {
+  const int token = tree.q_indptr[seq], begin = tables.path_indptr[seq];
+  if (tree.q_indptr[seq + 1] <= token) return {-1, kNowhere};
+  const bool is_lone = tables.path_indptr[seq + 1] - begin == 1;
+  return {token, is_lone ? ~token : begin + state};
+}
+
 __host__ __device__ inline void set_token(Item& item, const TreeParams& tree,
                                           const ListTables& tables, int seq, int state) {
-  const int token = tree.q_indptr[seq], begin = tables.path_indptr[seq];
-  const bool has_query = tree.q_indptr[seq + 1] > token;
-  const bool is_lone = tables.path_indptr[seq + 1] - begin == 1;
+  const TokenTarget found = find_target(tree, tables, seq, state);
   item.first_read = -1;
   item.num_tokens = 1;
-  item.token = has_query ? token : -1;
-  item.target = !has_query ? kNowhere : is_lone ? ~token : begin + state;
+  item.token = found.token;
+  item.target = found.target;
 }
 
 // Of a decoding launch, the `index`-th item.

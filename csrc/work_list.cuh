@@ -138,11 +138,9 @@ static __global__ void __launch_bounds__(kWorkListThreads)
       work.path[begin + before] = find_item(tree.reader_indptr, num_nodes, read);
       continue;
     }
-    const int token = tree.q_indptr[seq];
-    const bool has_query = tree.q_indptr[seq + 1] > token;
-    const bool is_lone = tables.path_indptr[seq + 1] - begin == 1;
-    work.path[read] = !has_query ? kNowhere : is_lone ? ~token : begin + before;
-    work.read_tokens[read] = has_query ? token : 0;
+    const TokenTarget found = find_target(tree, tables, seq, before);
+    work.path[read] = found.target;
+    work.read_tokens[read] = found.token < 0 ? 0 : found.token;
   }
 
   const int num_matrix_items = tables.matrix_items[tables.num_shared_nodes];
