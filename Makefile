@@ -26,7 +26,7 @@ test-oldest: $(OLDEST)/installed
 test-newest: $(NEWEST)/transformers-$(NEWEST_TRANSFORMERS).dist-info
 	PYTHONPATH=$(NEWEST) $(RUN) -m pytest tests/test_cli.py tests/test_cli_endings.py \
 	  tests/test_compile.py tests/test_fallback.py tests/test_gates.py tests/test_memory.py \
-	  tests/test_parity.py tests/test_patch.py tests/test_returned_cache.py \
+	  tests/test_parity.py tests/test_patch.py tests/test_patch_threads.py tests/test_returned_cache.py \
 	  tests/test_self_consistency.py tests/test_sharing.py tests/test_supported_models.py
 
 lint: $(VENV)/installed
