@@ -137,6 +137,8 @@ def assert_serves(launch: Launch, work: WorkList) -> None:
     written: dict[tuple[int, int], dict[str, int]] = {}
     for item in work.items:
         for target, row in work.rows_of(item):
+            # Of a shared item q is loaded for every reader, and only what is written asks for more.
+            assert item["first_read"] < 0 or 0 <= row < max(1, q_indptr[-1])
             if target == NOWHERE:
                 continue
             assert (target, item["head"]) not in written, "a state has two writers"
@@ -190,6 +192,8 @@ def assert_header(launch: Launch, work: WorkList) -> None:
         assert 0 < item["num_tokens"] * tree.group_size <= ROWS_PER_TILE
         by_leaf_warps = item["first_read"] < 0 and launch.leaf_warps_read_leaves
         assert (i >= num_shared) == by_leaf_warps
+        if item["first_read"] < 0:  # leaf warps write for whoever has a row
+            assert (item["token"] == -1) == (item["target"] == NOWHERE)
     # Who starts early reads what is not there yet, unless it stays; who need not wait should not.
     starts = indptr(launch.num_pages)
     grown = {leaf for seq in range(launch.num_seqs) for leaf in launch.leaf(seq)}
