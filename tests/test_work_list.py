@@ -137,7 +137,7 @@ def assert_serves(launch: Launch, work: WorkList) -> None:
     written: dict[tuple[int, int], dict[str, int]] = {}
     for item in work.items:
         for target, row in work.rows_of(item):
-            # Of a shared item q is loaded for every reader, and only what is written asks for more.
+            # A shared item loads q for every reader, also for one without a query.
             assert item["first_read"] < 0 or 0 <= row < max(1, q_indptr[-1])
             if target == NOWHERE:
                 continue
