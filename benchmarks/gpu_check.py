@@ -64,7 +64,9 @@ def run_checks(arguments: argparse.Namespace, folder: str) -> int:
     paths = [folder, str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1"}
     # Without kernels every test would be skipped, which looks like success.
-    if subprocess.run([sys.executable, "-c", REQUIRE_KERNELS], env=environment).returncode:
+    # (Not from the checkout's root: there the folder hf_cascade would win over the linked package.)
+    found = subprocess.run([sys.executable, "-c", REQUIRE_KERNELS], env=environment, cwd=folder)
+    if found.returncode:
         return 1
     tests = [sys.executable, "-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider"]
     tests += ["-c", os.devnull]  # the repository's settings put its root on the path
