@@ -98,6 +98,12 @@ struct Control {
   LeafRing leaf_rings[kMostLeafWarps];
 };
 
+constexpr int kItemWords = sizeof(Item) / sizeof(int32_t);
+
+__device__ __forceinline__ int32_t load_word(const Item* item, int word) {
+  return reinterpret_cast<const int32_t*>(item)[word];
+}
+
 static_assert(sizeof(Control) <= kControlBytes, "num_stages leaves no more");
 
 // Shared memory: the stages, of which the first are the matrix warps' ring (K then V) and the rest

@@ -113,6 +113,12 @@ TreeParams tree_params(const Nodes& nodes, int64_t num_tokens) {
   return tree;
 }
 
+int log2_of(int64_t power_of_two) {
+  int log2 = 0;
+  while ((int64_t{1} << log2) < power_of_two) ++log2;
+  return log2;
+}
+
 // Of the attention kernel's CTAs.
 int stages_of(int64_t head_dim) {
   return num_stages(static_cast<int>(head_dim),
@@ -132,17 +138,19 @@ void launch_work_list(int num_ctas, int shared_bytes, const Tensor& like, const 
 
 // num_states as num_scratch_states has it; `ticket`: see new_ticket, null if no launch follows.
 Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_heads,
-                      int64_t num_kv_heads, int64_t head_dim, int64_t num_states,
+                      int64_t num_kv_heads, int64_t head_dim, int64_t page_size, int64_t num_states,
                       bool batch_invariant, const Tensor* ticket) {
-  const int64_t size = work_list_size(tree.num_seqs, tree.num_reads, num_states, num_kv_heads);
+  const int64_t most_items = num_states * num_kv_heads;
+  const int64_t size = work_list_size(tree.num_seqs, tree.num_reads, most_items);
   Tensor work = torch::stable::new_empty(like, {size}, ScalarType::Int);
   if (num_q_heads / num_kv_heads > kMaxGroupSize) return work;  // nobody will read it
-  const WorkList list = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree);
+  const WorkList list = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree, most_items);
   WorkShape shape = {};
   shape.num_kv_heads = static_cast<int>(num_kv_heads);
   shape.group_size = static_cast<int>(num_q_heads / num_kv_heads);
   shape.tile_tokens = tokens_per_tile(shape.group_size);
   shape.head_dim = static_cast<int>(head_dim);
+  shape.page_size_log2 = log2_of(page_size);
   shape.num_ctas = device_attribute(cudaDevAttrMultiProcessorCount);
   shape.num_stages = stages_of(head_dim);
   shape.max_states = static_cast<int>(num_states);
@@ -153,8 +161,8 @@ Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_
   const int64_t room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
   const int64_t bytes = num_words * int64_t{sizeof(int32_t)};
   if (bytes <= room) {
-    launch_work_list<true>(num_list_ctas(num_states * num_kv_heads), static_cast<int>(bytes), like,
-                           tree, list, shape, nullptr, counters);
+    launch_work_list<true>(num_list_ctas(most_items), static_cast<int>(bytes), like, tree, list,
+                           shape, nullptr, counters);
   } else {
     const Tensor scratch = torch::stable::new_empty(like, {num_words}, ScalarType::Int);
     launch_work_list<false>(1, 0, like, tree, list, shape,
@@ -181,8 +189,9 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
       num_scratch_states(tree.num_seqs, tree.num_reads, nodes.kv_indices.size(0), page_size);
   const Tensor work = given_work ? *given_work
                                  : make_work_list(tree, q, num_q_heads, num_kv_heads, head_dim,
-                                                  num_states, false, &ticket);
-  const int64_t work_size = work_list_size(tree.num_seqs, tree.num_reads, num_states, num_kv_heads);
+                                                  page_size, num_states, false, &ticket);
+  const int64_t most_items = num_states * num_kv_heads;
+  const int64_t work_size = work_list_size(tree.num_seqs, tree.num_reads, most_items);
   STD_TORCH_CHECK(work.numel() == work_size,
                   "work must be what work_list makes of these arguments, ", work_size,
                   " values, got ", work.numel());
@@ -196,7 +205,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
 
   AttentionParams params = {};
   params.tree = tree;
-  params.work = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree);
+  params.work = view_work_list(static_cast<int32_t*>(work.data_ptr()), tree, most_items);
   params.q = q.data_ptr();
   params.k_pool = k_pool.data_ptr();
   params.v_pool = v_pool.data_ptr();
@@ -211,7 +220,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   params.num_pages = static_cast<uint64_t>(k_pool.size(0));
   params.num_kv_heads = static_cast<int>(num_kv_heads);
   params.group_size = static_cast<int>(num_q_heads / num_kv_heads);
-  while ((1 << params.page_size_log2) < page_size) ++params.page_size_log2;
+  params.page_size_log2 = log2_of(page_size);
   params.scale_log2 = static_cast<float>(sm_scale * 1.4426950408889634);
   const ElementType dtype =
       q.scalar_type() == ScalarType::Half ? ElementType::kHalf : ElementType::kBFloat16;
@@ -238,7 +247,7 @@ Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv
   const TreeParams tree = tree_params(nodes, 0);
   const int64_t num_states =
       num_scratch_states(tree.num_seqs, tree.num_reads, kv_indices.size(0), page_size);
-  return make_work_list(tree, q_indptr, num_q_heads, num_kv_heads, head_dim, num_states,
+  return make_work_list(tree, q_indptr, num_q_heads, num_kv_heads, head_dim, page_size, num_states,
                         batch_invariant, nullptr);
 }
 

@@ -60,13 +60,29 @@ __device__ inline void prefetch_maps(const AttentionParams& params) {
 #endif
 }
 
+// The item that a warp will take first, if it is one that takes items and there are so many: a lane
+// a word. Where it lies needs no header, so both are under way together.
+template <typename Traits>
+__device__ int32_t load_first_item(const AttentionParams& p, int warp) {
+  const int lane = threadIdx.x % 32;
+  const bool is_producer = warp == kProducerWarp;
+  const int place = LeafWarps<Traits>::place_of(warp);
+  if (!is_producer && place >= kMostLeafWarps) return 0;
+  const int i = is_producer ? static_cast<int>(blockIdx.x) : LeafWarp<Traits>::first_ticket(place);
+  if (i >= p.work.most_items || lane >= kItemWords) return 0;
+  return load_word(is_producer ? p.work.shared_item(i) : p.work.leaf_item(i), lane);
+}
+
 template <typename Traits>
 __global__ void __launch_bounds__(kAttentionThreads, 1)
     cascade_attention_kernel(const __grid_constant__ AttentionParams params) {
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedMemory<Traits> shared{memory, params.num_stages};
   if (!params.may_start_early) ptx::wait_for_previous_kernel();
-  const WorkHeader header = *params.work.header;  // its latency passes beside what follows
+  // Their latency passes beside what follows.
+  const WorkHeader header = *params.work.header;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  const int32_t first_words = load_first_item<Traits>(params, warp);
   init_barriers(shared.control());
   prefetch_maps(params);
   __syncthreads();
@@ -74,24 +90,22 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   // The host can tell a foreign list by its size alone. Its rows would not fit our tables.
   if (header.shape != launch_shape(Traits::kHeadDim, params.group_size)) __trap();
 
-  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
+  const LeafWarps<Traits> leaf_warps(params, shared, header);
   if (warp < kMatrixWarps) {
     ptx::take_registers<kMatrixRegisters>();
     clear_unowned_rows<Traits>(params);
-    const LeafWarps<Traits> leaf_warps(params, shared, header);
     if (header.num_shared_items > 0) {
       MatrixWarp<Traits>(params, shared, header).run();
       ptx::named_barrier_sync(kMatrixBarrier, kMatrixThreads);  // nobody reads the ring any more
     }
-    leaf_warps.join(warp);
   } else {
     ptx::give_registers<kOtherRegisters>();
     if (warp == kProducerWarp) {
-      Producer<Traits>(params, shared).run(header);
-    } else {
-      LeafWarps<Traits>(params, shared, header).run(warp - kMatrixWarps);
+      Producer<Traits>(params, shared).run(header, first_words);
+      return;
     }
   }
+  leaf_warps.run(warp, first_words);
 }
 
 }  // namespace hf_cascade

@@ -37,17 +37,22 @@ class LeafWarp {
         slots_(ptx::shared_address(slots)),
         exchange_(reinterpret_cast<float*>(slots)) {
     num_items_ = header.num_leaf_items;
-    items_ = params.work.items + header.num_shared_items;
   }
 
-  // For one of `num_places` a CTA that are here from the start; false if there is nothing to take.
-  __device__ bool start(int place, int num_places) {
+  // Neighbouring items are on different multiprocessors.
+  static __device__ int first_ticket(int place) {
+    return place * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
+  }
+
+  // For one of `num_places` a CTA that are here from the start, who knows a lane's word of its
+  // first item; false if there is nothing to take.
+  __device__ bool start(int place, int num_places, int32_t first_words) {
     const int num_ctas = static_cast<int>(gridDim.x);
     first_drawn_ = 2 * num_places * num_ctas;
-    // Neighbouring items on different multiprocessors.
-    ticket_ = place * num_ctas + static_cast<int>(blockIdx.x);
+    ticket_ = first_ticket(place);
     next_ticket_ = ticket_ + num_places * num_ctas;
     is_early_ = p_.may_start_early;
+    words_ = first_words;
     return ticket_ < num_items_;
   }
 
@@ -60,15 +65,15 @@ class LeafWarp {
     if (ticket_ >= num_items_) return false;
     draw_ticket();
     next_ticket_ = drawn_ticket();
+    words_ = load_item(ticket_);
     return true;
   }
 
   // All items, then.
   __device__ void run() {
-    words_ = load_item(ticket_);
     next_words_ = load_item(next_ticket_);
-    pages_ahead_ = load_pages(words_, 0);
     if (!is_early_) draw_ticket();
+    pages_ahead_ = load_pages(words_, 0);
     for (;;) {
       while (num_fetched_ < num_slots_ && fetch_tile()) {
       }
@@ -93,11 +98,9 @@ class LeafWarp {
 
   // A lane a word. An item's words are loaded one item ahead, its ticket drawn two ahead; the first
   // two tickets of a warp that is here from the start need no drawing.
-  static constexpr int kItemWords = sizeof(Item) / sizeof(int32_t);
-
   __device__ int32_t load_item(int ticket) const {
     if (ticket >= num_items_ || lane_ >= kItemWords) return 0;
-    return reinterpret_cast<const int32_t*>(items_ + ticket)[lane_];
+    return load_word(p_.work.leaf_item(ticket), lane_);
   }
 
   __device__ void draw_ticket() {
@@ -142,6 +145,7 @@ class LeafWarp {
     token_ = word(words_, offsetof(Item, token));
     target_ = word(words_, offsetof(Item, target));
     grows_ = word(words_, offsetof(Item, grows));
+    pages_ = word(words_, offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t));
     start_ = align_slot(begin_slot_);
     block_ = 0;
   }
@@ -156,9 +160,13 @@ class LeafWarp {
       begin_item();
       is_item_open_ = true;
     }
-    if (block_ % 32 == 0) {
+    // The first ones the item knows. Not before they are needed, for then others are waited for.
+    if (block_ == kItemPages || (block_ > 0 && block_ % 32 == 0)) {
       pages_ = pages_ahead_;
-      if (start_ + 32 * kBoxTokens < end_slot_) pages_ahead_ = load_pages(words_, block_ + 32);
+      const int ahead = block_ / 32 * 32 + 32;
+      if (align_slot(begin_slot_) + ahead * kBoxTokens < end_slot_) {
+        pages_ahead_ = load_pages(words_, ahead);
+      }
     }
     const int next_start = start_ + kLeafTokens;
     const bool is_last = next_start >= end_slot_;
@@ -320,7 +328,6 @@ class LeafWarp {
   const uint32_t slots_;   // shared memory, as PTX has it
   float* const exchange_;  // and as C++ does
   int num_items_;
-  const Item* items_;
   bool is_early_ = false;  // the kernel before us may still run
 
   int ticket_ = 0, next_ticket_ = 0, first_drawn_ = 0;
@@ -332,10 +339,11 @@ class LeafWarp {
   int begin_slot_ = 0, end_slot_ = 0, head_ = 0, token_ = 0;
   Target target_ = kNowhere;
   bool grows_ = false;
-  int start_ = 0;                        // slot of the next tile
-  int block_ = 0;                        // of 16 tokens, that starts there
-  int32_t pages_ = 0, pages_ahead_ = 0;  // of 32 blocks, and of the 32 after them
-  int fetch_slot_ = 0, slot_ = 0;        // the next to fill, the next to compute on
+  int start_ = 0;                  // slot of the next tile
+  int block_ = 0;                  // of 16 tokens, that starts there
+  int32_t pages_ = 0;              // of the first 4 blocks, then of 32 at a time
+  int32_t pages_ahead_ = 0;        // of those that come next
+  int fetch_slot_ = 0, slot_ = 0;  // the next to fill, the next to compute on
   int num_fetched_ = 0;
   uint32_t phases_ = 0;  // bit s: the parity to wait for at slot s
   LeafRows<Traits> rows_;

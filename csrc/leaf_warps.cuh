@@ -14,28 +14,32 @@ class LeafWarps {
                        const WorkHeader& header)
       : p_(params), shared_(shared), header_(header) {
     num_ring_stages_ = shared.num_ring_stages(header);
-    const int wanted = header.num_shared_items == 0 ? kMostLeafWarps : kLeafWarps;
+    is_alone_ = header.num_shared_items == 0;
+    // Where items are few, more slots for a warp are better than more warps.
+    const int num_own = kLeafWarps * static_cast<int>(gridDim.x);
+    const int wanted = is_alone_ && header.num_leaf_items > num_own ? kMostLeafWarps : kLeafWarps;
     num_warps_ = num_within(wanted, num_leaf_stages());
   }
 
-  // One of the three.
-  __device__ void run(int place) const {
-    if (place >= num_warps_) return;
-    LeafWarp<Traits> warp =
-        leaf_warp(place, place, num_warps_, num_ring_stages_, num_leaf_stages());
-    if (warp.start(place, num_warps_)) warp.run();
+  // Which of them a warp of the CTA is.
+  static __device__ int place_of(int warp) {
+    return warp < kMatrixWarps ? kLeafWarps + warp : warp - kMatrixWarps;
   }
 
-  // One of those who join. (One body for both cases: code that runs once costs by the line.)
-  __device__ void join(int helper) const {
-    const bool is_alone = header_.num_shared_items == 0;
-    const int num_helpers = num_within(kMostLeafWarps - kLeafWarps, num_ring_stages_);
-    const int place = kLeafWarps + helper;
-    if (is_alone ? place >= num_warps_ : helper >= num_helpers) return;
-    LeafWarp<Traits> warp = is_alone ? leaf_warp(place, place, num_warps_, 0, num_leaf_stages())
-                                     : leaf_warp(place, helper, num_helpers, 0, num_ring_stages_);
-    const bool has_items = is_alone ? warp.start(place, num_warps_) : warp.join(num_warps_);
-    if (has_items) warp.run();
+  // By any warp but the producer, when it has nothing else to do. first_words: as LeafWarp::start
+  // wants them. (One body for all: code that runs for the first time costs by the line.)
+  __device__ void run(int warp, int32_t first_words) const {
+    const bool is_own = warp >= kMatrixWarps, is_first = is_own || is_alone_;
+    const int place = place_of(warp), index = is_first ? place : warp;
+    const int num_stages = is_first ? num_leaf_stages() : num_ring_stages_;
+    const int num_warps =
+        is_first ? num_warps_ : num_within(kMostLeafWarps - kLeafWarps, num_ring_stages_);
+    if (index >= num_warps) return;
+    LeafWarp<Traits> leaf_warp =
+        make_warp(place, index, num_warps, is_own ? num_ring_stages_ : 0, num_stages);
+    if (is_first ? leaf_warp.start(place, num_warps_, first_words) : leaf_warp.join(num_warps_)) {
+      leaf_warp.run();
+    }
   }
 
  private:
@@ -47,7 +51,7 @@ class LeafWarps {
   }
 
   // The index-th of num_warps that share these stages.
-  __device__ LeafWarp<Traits> leaf_warp(int ring, int index, int num_warps, int first_stage,
+  __device__ LeafWarp<Traits> make_warp(int ring, int index, int num_warps, int first_stage,
                                         int num_stages) const {
     const int slots = num_stages * Traits::kStageBytes / (num_warps * Traits::kSlotBytes);
     const int num_slots = min(kMaxLeafSlots, slots);
@@ -60,6 +64,7 @@ class LeafWarps {
   const AttentionParams& p_;
   const SharedMemory<Traits>& shared_;
   const WorkHeader& header_;
+  bool is_alone_;
   int num_ring_stages_, num_warps_;
 };
 

@@ -1,5 +1,5 @@
-// The runtime values that several kernels share, with a shape beside each pointer. Plain structs:
-// no CUDA, no torch. N nodes, B sequences; ops/cascade.py says what each array means.
+// The runtime values that several kernels share, with a shape beside each pointer. Knows CUDA only.
+// N nodes, B sequences; ops/cascade.py says what each array means.
 #pragma once
 
 #include <cstdint>
@@ -40,8 +40,10 @@ struct WorkHeader {
   int32_t shape;             // launch_shape (tiles.cuh) of whom it was made for
 };
 
-// A work item of a decoding launch: all that finding its KV needs, so that who takes it has one
-// load to wait for and not a chain of them. Its query rows are those of one kv head's group, of
+constexpr int kItemPages = 4;
+
+// A work item of a decoding launch: all that finding its first KV needs, so that who takes it has
+// one load to wait for and not a chain of them. Its query rows are those of one kv head's group, of
 // one token (leaf warps') or of the readers [first_read, first_read + num_tokens).
 struct alignas(16) Item {
   int32_t head;        // kv head
@@ -54,8 +56,10 @@ struct alignas(16) Item {
   int32_t token;       // of one token: its row of q; -1: the sequence has none
   int32_t target;      // of one token: a Target
   int32_t grows;       // the node's last token, which may be of this step, is in its range
+  int32_t first_pages[kItemPages];  // of its first blocks of 16 slots, as far as it has them
   int32_t padding[2];
 };
+static_assert(sizeof(Item) == 64, "as ops/cascade.py has it");
 
 struct WorkList {
   WorkHeader* header;
@@ -64,7 +68,13 @@ struct WorkList {
   int32_t* path;         // [num_reads]; decoding: per read, where the state of its first split goes
                          //   (a Target); not decoding: each sequence's prefix nodes, root first
   int32_t* read_tokens;  // [num_reads]; decoding: per read, its row of q, or 0 if it has none
-  Item* items;           // [num items], when decoding: shared ones, then leaves'
+  // Decoding: [most_items], shared nodes' from the front on and leaves' from the back, so that a
+  // CTA finds its first ones without the header.
+  Item* items;
+  int most_items;
+
+  __host__ __device__ Item* shared_item(int i) const { return items + i; }
+  __host__ __device__ Item* leaf_item(int i) const { return items + (most_items - 1 - i); }
 };
 
 // Offset of the items, in int32, a multiple of 16 bytes; ops/cascade.py computes the same.
@@ -74,14 +84,12 @@ inline int64_t items_offset(int64_t num_seqs, int64_t num_reads) {
   return (before + 3) / 4 * 4;
 }
 
-// A state takes at most one item a kv head.
-inline int64_t work_list_size(int64_t num_seqs, int64_t num_reads, int64_t max_states,
-                              int64_t num_kv_heads) {
-  return items_offset(num_seqs, num_reads) +
-         max_states * num_kv_heads * int64_t{sizeof(Item) / sizeof(int32_t)};
+// most_items: a state takes at most one a kv head.
+inline int64_t work_list_size(int64_t num_seqs, int64_t num_reads, int64_t most_items) {
+  return items_offset(num_seqs, num_reads) + most_items * int64_t{sizeof(Item) / sizeof(int32_t)};
 }
 
-inline WorkList view_work_list(int32_t* work, const TreeParams& tree) {
+inline WorkList view_work_list(int32_t* work, const TreeParams& tree, int64_t most_items) {
   WorkList list;
   list.header = reinterpret_cast<WorkHeader*>(work);
   list.leaf_items = work + sizeof(WorkHeader) / sizeof(int32_t);
@@ -89,6 +97,7 @@ inline WorkList view_work_list(int32_t* work, const TreeParams& tree) {
   list.path = list.path_indptr + tree.num_seqs + 1;
   list.read_tokens = list.path + tree.num_reads;
   list.items = reinterpret_cast<Item*>(work + items_offset(tree.num_seqs, tree.num_reads));
+  list.most_items = static_cast<int>(most_items);
   return list;
 }
 

@@ -15,7 +15,8 @@ class Producer : TileLoader<Traits> {
  public:
   using TileLoader<Traits>::TileLoader;
 
-  __device__ void run(const WorkHeader& header) {
+  // first_words: a lane's word of the CTA's first item, if there is one.
+  __device__ void run(const WorkHeader& header, int32_t first_words) {
     // Where the kernel before us only appends to leaves, shared nodes' items begin beside it.
     is_early_ = p_.may_start_early;
     if (!is_early_) wait_for_previous_kernel();
@@ -23,7 +24,7 @@ class Producer : TileLoader<Traits> {
     num_items_ = header.num_shared_items;
     num_stages_ = shared_.num_ring_stages(header);
     const bool is_still = is_decode_ && header.shared_are_still;
-    next_ = load_item();
+    next_ = first_words;
     while (next_ticket_ < num_items_) {
       if (!is_still) wait_if_early();
       const int ticket = take_item();
@@ -81,11 +82,9 @@ class Producer : TileLoader<Traits> {
   }
 
   // A lane a word of the item.
-  static constexpr int kItemWords = sizeof(Item) / sizeof(int32_t);
-
   __device__ int32_t load_item() const {
     if (!is_decode_ || next_ticket_ >= num_items_ || lane_ >= kItemWords) return 0;
-    return reinterpret_cast<const int32_t*>(p_.work.items + next_ticket_)[lane_];
+    return load_word(p_.work.shared_item(next_ticket_), lane_);
   }
 
   // Decoding: the readers of a shared node, or one token's group that is too large for leaf warps.
@@ -108,12 +107,8 @@ class Producer : TileLoader<Traits> {
     remaining_ = max(1, ceil_div(item.end_slot - align_slot(item.begin_slot), Traits::kKvTile));
     num_segments_ = 1;
     segment_ = {item.pages, item.begin_slot, item.end_slot, false, 0};
-    // Of the first tile, so that its latency passes beside that of the targets.
-    const int slot = align_slot(item.begin_slot) + lane_ % Traits::kBlocks * kBoxTokens;
-    first_page_ = 0;
-    if (slot < item.end_slot) {
-      first_page_ = p_.tree.kv_indices[item.pages + (slot >> p_.page_size_log2)];
-    }
+    static_assert(Traits::kBlocks <= kItemPages, "an item knows the pages of its first tile");
+    first_page_ = item.first_pages[lane_ % Traits::kBlocks];
   }
 
   // Several query tokens a sequence (prefill): a tile of them walks its whole path, the prefix

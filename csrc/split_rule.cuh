@@ -22,6 +22,7 @@ struct WorkShape {
   int group_size;
   int tile_tokens;  // query tokens of an item of matrix warps, at most
   int head_dim;
+  int page_size_log2;
   int num_ctas;    // of the attention kernel
   int num_stages;  // of each of them
   int max_states;  // that the scratch has room for

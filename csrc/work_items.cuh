@@ -89,13 +89,18 @@ __host__ __device__ inline Entry find_entry(int i, const TreeParams& tree, const
 
 // The KV of an item: one split of a node.
 __host__ __device__ inline void set_range(Item& item, const TreeParams& tree, int node, int split,
-                                          int length) {
+                                          int length, const WorkShape& shape) {
   const int begin = split * length, rest = tree.kv_len[node] - begin;
   if (rest <= 0) return;  // a node without tokens may have no pages to look at
   item.begin_slot = tree.first_slot[node] + begin;
   item.end_slot = item.begin_slot + (rest < length ? rest : length);
   item.pages = tree.kv_indptr[node];
   item.grows = rest <= length;
+  for (int i = 0; i < kItemPages; ++i) {
+    const int slot = align_slot(item.begin_slot) + i * kBoxTokens;
+    if (slot >= item.end_slot) break;
+    item.first_pages[i] = tree.kv_indices[item.pages + (slot >> shape.page_size_log2)];
+  }
 }
 
 // A sequence's row of q, -1 if it has none, and where the `state`-th of its states goes.
@@ -140,7 +145,7 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
     item.split = column / heads;
     item.first_read = first_read + before;
     item.num_tokens = tile_tokens < num_readers - before ? tile_tokens : num_readers - before;
-    set_range(item, tree, node, item.split, tables.lengths[i]);
+    set_range(item, tree, node, item.split, tables.lengths[i], shape);
     return item;
   }
   index -= num_matrix_items;
@@ -150,7 +155,7 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
     const int rest = index - tables.single_items[i], split = rest / heads;
     item.head = rest % heads;
     set_token(item, tree, tables, tree.readers[read], tables.read_states[read] + split);
-    set_range(item, tree, node, split, tables.lengths[i]);
+    set_range(item, tree, node, split, tables.lengths[i], shape);
     return item;
   }
   index -= num_single_items;
@@ -159,7 +164,9 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
   const int split = state - tables.leaf_states[seq];
   item.head = index % heads;
   set_token(item, tree, tables, seq, tables.prefix_states[seq] + split);
-  if (tree.leaves) set_range(item, tree, tree.leaves[seq], split, tables.leaf_lengths[seq]);
+  if (tree.leaves) {
+    set_range(item, tree, tree.leaves[seq], split, tables.leaf_lengths[seq], shape);
+  }
   return item;
 }
 

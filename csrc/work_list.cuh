@@ -152,7 +152,6 @@ static __global__ void __launch_bounds__(kWorkListThreads)
   header.shared_are_still = shared_are_still;
   header.shared_split = shared_split;
   header.shape = launch_shape(shape.head_dim, shape.group_size);
-  header.leaf_split = leaf_split;
   if (is_decode) {
     header.num_leaf_items = leaf_warps_read_leaves(shape) ? num_single_items + num_leaf_items : 0;
     header.num_shared_items = num_items - header.num_leaf_items;
@@ -161,10 +160,12 @@ static __global__ void __launch_bounds__(kWorkListThreads)
   }
   header.shared_stages = shared_stages(shape.num_stages, header.num_shared_items,
                                        header.num_leaf_items, choice.shared_us, choice.leaf_us);
+  header.leaf_split = leaf_split;
   if (blockIdx.x == 0 && thread == 0) *work.header = header;
   if (!is_decode) return;
   for (int i = first; i < num_items; i += step) {
-    work.items[i] = make_item(i, tree, tables, shape);
+    const int leaf = i - header.num_shared_items;
+    *(leaf < 0 ? work.shared_item(i) : work.leaf_item(leaf)) = make_item(i, tree, tables, shape);
   }
 }
 

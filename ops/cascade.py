@@ -261,13 +261,13 @@ def _work_list_fake(
 ):  # fmt: skip
     if q_indptr.device.type != "cuda":
         return q_indptr.new_empty(0)
-    # As csrc/params.h and csrc/cascade_attention.cu have it: counts, then 12 values an item.
+    # As csrc/params.h and csrc/cascade_attention.cu have it: counts, then 16 values an item.
     num_seqs, num_reads = leaves.shape[0], readers.shape[0]
     least = num_reads + num_seqs
     most = least + num_seqs * (kv_indices.shape[0] * page_size // 64)
     num_states = torch.sym_min(most, torch.sym_max(least, 8192))  # no guard on which it is
     counts = 8 + 2 * (num_seqs + 1) + 2 * num_reads
-    return q_indptr.new_empty((counts + 3) // 4 * 4 + 12 * num_states * num_kv_heads)
+    return q_indptr.new_empty((counts + 3) // 4 * 4 + 16 * num_states * num_kv_heads)
 
 
 def _state_like(q: Tensor) -> tuple[Tensor, Tensor]:

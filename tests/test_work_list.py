@@ -190,6 +190,12 @@ def assert_header(launch: Launch, work: WorkList) -> None:
     for i, item in enumerate(work.items):
         assert 0 <= item["head"] < tree.num_kv_heads
         assert 0 < item["num_tokens"] * tree.group_size <= ROWS_PER_TILE
+        first_slot = item["begin_slot"] // 16 * 16
+        for block in range(4):
+            slot = first_slot + 16 * block
+            if slot < item["end_slot"]:
+                page = launch.pages[item["pages"] + slot // tree.page_size]
+                assert item[f"page_{block}"] == page
         by_leaf_warps = item["first_read"] < 0 and launch.leaf_warps_read_leaves
         assert (i >= num_shared) == by_leaf_warps
         if item["first_read"] < 0:  # leaf warps write for whoever has a row

@@ -252,8 +252,12 @@ bool is_intact(const int32_t* guard) {
   return std::all_of(guard, guard + kGuard, [](int32_t word) { return word == kGarbage; });
 }
 
+int64_t most_items(const WorkShape& shape) {
+  return int64_t{shape.max_states} * shape.num_kv_heads;
+}
+
 int64_t list_size(const TreeParams& tree, const WorkShape& shape) {
-  return work_list_size(tree.num_seqs, tree.num_reads, shape.max_states, shape.num_kv_heads);
+  return work_list_size(tree.num_seqs, tree.num_reads, most_items(shape));
 }
 
 }  // namespace
@@ -264,6 +268,8 @@ extern "C" {
 int64_t list_room(const TreeParams* tree, const WorkShape* shape) {
   return list_size(*tree, *shape) + kGuard;
 }
+
+int64_t num_guard_words() { return kGuard; }
 
 int64_t first_item(const TreeParams* tree) { return items_offset(tree->num_seqs, tree->num_reads); }
 
@@ -277,7 +283,7 @@ const char* make_list(const TreeParams* tree, const WorkShape* shape, bool in_sh
   std::vector<int32_t> scratch(table_words + kGuard), ticket(2 + kGuard);
   spoil(words, size);
   spoil(ticket.data(), 2);
-  const WorkList list = view_work_list(words, *tree);
+  const WorkList list = view_work_list(words, *tree, most_items(*shape));
   host::kernel = [&] {
     const auto run = in_shared ? work_list_kernel<true> : work_list_kernel<false>;
     run(*tree, list, *shape, in_shared ? nullptr : scratch.data(), ticket.data());

@@ -25,12 +25,12 @@ NOWHERE = -(2**31)
 HEADER = ("is_decode", "num_shared_items", "num_leaf_items", "shared_are_still", "shared_stages",
           "shared_split", "leaf_split", "shape")  # fmt: skip
 ITEM = ("head", "num_tokens", "begin_slot", "end_slot", "pages", "first_read", "split", "token",
-        "target", "grows", "padding_0", "padding_1")  # fmt: skip
+        "target", "grows", "page_0", "page_1", "page_2", "page_3", "padding_0", "padding_1")  # fmt: skip
 ARRAYS = ("q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot", "leaves", "reader_indptr",
           "readers")  # fmt: skip
 COUNTS = ("num_tokens", "num_seqs", "num_nodes", "num_reads")
-SHAPE = ("num_kv_heads", "group_size", "tile_tokens", "head_dim", "num_ctas", "num_stages",
-         "max_states")  # fmt: skip
+SHAPE = ("num_kv_heads", "group_size", "tile_tokens", "head_dim", "page_size_log2", "num_ctas",
+         "num_stages", "max_states")  # fmt: skip
 
 
 class TreeParams(ctypes.Structure):
@@ -89,6 +89,11 @@ class Launch:
             for node in self.prefix(seq):
                 found[node].append(seq)
         return found
+
+    @cached_property
+    def pages(self) -> list[int]:
+        """The page table, kv_indices: no page twice, in no order."""
+        return Random(len(self.num_pages)).sample(range(10**6), sum(self.num_pages))
 
     @property
     def num_reads(self) -> int:
@@ -160,6 +165,7 @@ def compile_host(folder: Path) -> ctypes.CDLL:
     subprocess.run([str(COMPILER), *flags, str(source), "-o", str(library)], check=True)
     host = ctypes.CDLL(str(library))
     host.list_room.restype = host.first_item.restype = ctypes.c_int64
+    host.num_guard_words.restype = ctypes.c_int64
     host.make_list.restype = ctypes.c_char_p
     return host
 
@@ -172,6 +178,7 @@ def make_list(
     index = {
         "q_indptr": indptr(launch.q_len),
         "kv_indptr": indptr(launch.num_pages),
+        "kv_indices": launch.pages,
         "kv_len": tree.kv_len,
         "first_slot": launch.first_slot,
     }
@@ -189,6 +196,7 @@ def make_list(
         tree.group_size,
         ROWS_PER_TILE // tree.group_size,
         tree.head_dim,
+        tree.page_size.bit_length() - 1,
         launch.num_ctas,
         launch.num_stages,
         launch.max_states,
@@ -199,7 +207,7 @@ def make_list(
     place = ctypes.c_void_p(words.ctypes.data)
     error = host.make_list(*given, in_shared, num_ctas, ctypes.c_uint(seed), place)
     assert error is None, error.decode()
-    return _view(words, launch, host.first_item(given[0]))
+    return _view(words[: -host.num_guard_words()], launch, host.first_item(given[0]))
 
 
 def _view(words: np.ndarray, launch: Launch, first_item: int) -> WorkList:
@@ -207,6 +215,7 @@ def _view(words: np.ndarray, launch: Launch, first_item: int) -> WorkList:
     sizes = [launch.num_seqs + 1] * 2 + [launch.num_reads] * 2
     places = pairwise(accumulate(sizes, initial=len(HEADER)))
     parts = [words[begin:end].tolist() for begin, end in places]
-    num_items = (header["num_shared_items"] + header["num_leaf_items"]) * header["is_decode"]
-    items = words[first_item:][: num_items * len(ITEM)].reshape(num_items, len(ITEM))
-    return WorkList(words, header, *parts, item_words=items)
+    items = words[first_item:].reshape(-1, len(ITEM))
+    shared = items[: header["num_shared_items"] * header["is_decode"]]
+    leaves = items[::-1][: header["num_leaf_items"] * header["is_decode"]]
+    return WorkList(words, header, *parts, item_words=np.concatenate([shared, leaves]))
