@@ -69,15 +69,17 @@ class Shape:
         own = own if isinstance(own, tuple) else (own,) * self.batch
         return found + [(length, range(0)) for length in own]
 
+    def kv_bytes(self) -> int:
+        """K and V of every token of the tree, once."""
+        tokens = sum(length for length, _ in self.nodes())
+        return 2 * tokens * self.num_kv_heads * HEAD_DIM * DTYPE.itemsize
+
     def floor_us(self, roofs: Roofs) -> tuple[float, float]:
         """(memory, compute): every live KV byte once, q and out; 4 flops a row, token and dim."""
-        element = DTYPE.itemsize
-        tokens = sum(length for length, _ in self.nodes())
         seen = sum(length * max(1, len(readers)) for length, readers in self.nodes())
-        kv_bytes = 2 * tokens * self.num_kv_heads * HEAD_DIM * element
-        q_bytes = 2 * self.batch * self.num_q_heads * HEAD_DIM * element
+        q_bytes = 2 * self.batch * self.num_q_heads * HEAD_DIM * DTYPE.itemsize
         flops = 4 * seen * self.num_q_heads * HEAD_DIM
-        return (kv_bytes + q_bytes) / roofs.bytes_per_us, flops / roofs.flops_per_us
+        return (self.kv_bytes() + q_bytes) / roofs.bytes_per_us, flops / roofs.flops_per_us
 
 
 @dataclass(frozen=True)

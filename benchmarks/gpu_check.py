@@ -1,6 +1,7 @@
 """Everything about the CUDA kernels that needs a GPU, in one call: are they right, are they fast.
 
-    python benchmarks/gpu_check.py [--tests] [--bench quick|full [--peers]] [--sanitize [TOOL ...]]
+    python benchmarks/gpu_check.py [--tests] [--bench quick|full [--peers]] [--dram]
+                                    [--sanitize [TOOL ...]]
 
 Runs from a checkout without installing it, next to a library that was built elsewhere
 (`python ops/kernels.py`). Results go to $OUT if set, else to benchmarks/results/.
@@ -31,6 +32,7 @@ def main() -> int:
     parser.add_argument("--tests", action="store_true", help="tests/test_kernels*.py")
     parser.add_argument("--bench", choices=("quick", "full"), help="benchmarks/bench_attention.py")
     parser.add_argument("--peers", action="store_true", help="time FlashInfer in the same run")
+    parser.add_argument("--dram", action="store_true", help="benchmarks/dram_bytes.py, under ncu")
     parser.add_argument(
         "--sanitize",
         nargs="*",
@@ -39,12 +41,14 @@ def main() -> int:
         help=f"small tests under compute-sanitizer: {', '.join(SANITIZERS)}, or all of them",
     )
     arguments = parser.parse_args()
-    if not (arguments.tests or arguments.bench or arguments.sanitize is not None):
-        parser.error("nothing to do: give --tests, --bench or --sanitize")
+    if not (arguments.tests or arguments.bench or arguments.dram or arguments.sanitize is not None):
+        parser.error("nothing to do: give --tests, --bench, --dram or --sanitize")
     if arguments.peers and not arguments.bench:
         parser.error("--peers goes with --bench")
     if arguments.sanitize is not None and not shutil.which("compute-sanitizer"):
         parser.error("--sanitize needs compute-sanitizer, of the CUDA toolkit, on PATH")
+    if arguments.dram and not shutil.which("ncu"):
+        parser.error("--dram needs ncu, of the CUDA toolkit, on PATH")
     with tempfile.TemporaryDirectory() as folder:
         link_package(Path(folder) / "hf_cascade")
         return run_checks(arguments, folder)
@@ -61,7 +65,8 @@ def link_package(package: Path) -> None:
 
 def run_checks(arguments: argparse.Namespace, folder: str) -> int:
     """Run what was asked for with the package in `folder`; 1 if anything failed, else 0."""
-    paths = [folder, str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    # The root is there for `benchmarks`: last of ours, or its hf_cascade would win.
+    paths = [folder, str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1"}
     # Without kernels every test would be skipped, which looks like success.
     # (Not from the checkout's root: there the folder hf_cascade would win over the linked package.)
@@ -80,6 +85,8 @@ def run_checks(arguments: argparse.Namespace, folder: str) -> int:
         bench = ROOT / "benchmarks" / "bench_attention.py"
         command = [sys.executable, str(bench), "--grid", arguments.bench]
         runs.append((command + ["--peers"] * arguments.peers, environment))
+    if arguments.dram:
+        runs.append(([sys.executable, "-m", "benchmarks.dram_bytes"], environment))
     if arguments.sanitize is not None:
         for tool in arguments.sanitize or SANITIZERS:
             command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *tests]
