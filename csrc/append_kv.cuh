@@ -27,28 +27,32 @@ struct AppendParams {
 
 static __global__ void append_kv_kernel(const AppendParams params) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-  // In this order: the attention kernel, once it runs, may rely on all that came before us.
+  // The attention kernel that follows waits for us itself. What it reads before that, the work list
+  // and tokens of earlier steps, was written by kernels that let nobody start before their end.
+  if (params.ticket) ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernel();
-  ptx::let_next_kernel_start();
   if (thread < 2 && params.ticket) params.ticket[thread] = 0;
   for (int i = 0; params.is_late && i < 20; ++i) __nanosleep(1000);
 
   const int64_t chunks_per_token = int64_t{params.num_kv_heads} * params.chunks_per_row;
   const int64_t token = thread / chunks_per_token;
   if (token >= params.num_tokens) return;
-  const int32_t slot = params.slots[token];
-  if (slot < 0) return;
   const int head = static_cast<int>(thread % chunks_per_token) / params.chunks_per_row;
   const int chunk = static_cast<int>(thread % params.chunks_per_row);
+  // Three loads under way together.
+  const int32_t slot = params.slots[token];
+  const int4 k = static_cast<const int4*>(
+      params.k)[token * params.k_token_stride + head * params.k_head_stride + chunk];
+  const int4 v = static_cast<const int4*>(
+      params.v)[token * params.v_token_stride + head * params.v_head_stride + chunk];
+  if (slot < 0) return;
   const int64_t page = slot / params.page_size;
   const int offset = slot % params.page_size;
   const int64_t target =
       ((page * params.num_kv_heads + head) * params.page_size + offset) * params.chunks_per_row +
       chunk;
-  static_cast<int4*>(params.k_pool)[target] = static_cast<const int4*>(
-      params.k)[token * params.k_token_stride + head * params.k_head_stride + chunk];
-  static_cast<int4*>(params.v_pool)[target] = static_cast<const int4*>(
-      params.v)[token * params.v_token_stride + head * params.v_head_stride + chunk];
+  static_cast<int4*>(params.k_pool)[target] = k;
+  static_cast<int4*>(params.v_pool)[target] = v;
 }
 
 }  // namespace hf_cascade

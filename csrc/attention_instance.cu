@@ -9,8 +9,8 @@ namespace hf_cascade {
 namespace {
 
 // L2 takes 128 bytes at a time: with 256 long leaves took 4% longer (benchmarks/NOTES.md, 9).
-CUtensorMap encode_map(const void* pool, CUtensorMapDataType type, int rank,
-                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
+CUresult try_encode_map(CUtensorMap& map, const void* memory, CUtensorMapDataType type, int rank,
+                        const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
   static const auto encode = [] {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result;
@@ -22,11 +22,15 @@ CUtensorMap encode_map(const void* pool, CUtensorMapDataType type, int rank,
     return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
   }();
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  return encode(&map, type, rank, const_cast<void*>(memory), sizes, strides, box, steps,
+                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+CUtensorMap encode_map(const void* pool, CUtensorMapDataType type, int rank,
+                       const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box) {
   CUtensorMap map;
-  const CUresult status =
-      encode(&map, type, rank, const_cast<void*>(pool), sizes, strides, box, steps,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult status = try_encode_map(map, pool, type, rank, sizes, strides, box);
   STD_TORCH_CHECK(status == CUDA_SUCCESS, "cuTensorMapEncodeTiled failed with ", int{status});
   return map;
 }
@@ -60,6 +64,22 @@ CUtensorMap leaf_map(const void* pool, const AttentionParams& params, CUtensorMa
   return encode_map(pool, type, 5, sizes, strides, box);
 }
 
+// q: a box is the rows of an item, token after token. Strides are the caller's: false if the copy
+// engine can't have them.
+bool set_q_map(AttentionParams& params, CUtensorMapDataType type, uint64_t head_dim) {
+  const uint64_t num_heads = uint64_t{1} * params.num_kv_heads * params.group_size;
+  const uint64_t num_tokens = params.tree.num_tokens;
+  // Where there is but one head, or token, its stride may be anything.
+  const uint64_t head_stride = num_heads > 1 ? params.q_head_stride * 16 : head_dim * 2;
+  const uint64_t token_stride = num_tokens > 1 ? params.q_token_stride * 16 : head_stride;
+  if (head_stride == 0 || token_stride == 0) return false;  // an expanded tensor
+  const cuuint64_t sizes[3] = {head_dim, num_heads, num_tokens};
+  const cuuint64_t strides[2] = {head_stride, token_stride};
+  const cuuint32_t box[3] = {kBoxValues, static_cast<cuuint32_t>(params.group_size),
+                             static_cast<cuuint32_t>(tokens_per_tile(params.group_size))};
+  return try_encode_map(params.q_map, params.q, type, 3, sizes, strides, box) == CUDA_SUCCESS;
+}
+
 template <typename T, int kHeadDim>
 void launch_typed(AttentionParams params, cudaStream_t stream) {
   using Traits = AttentionTraits<T, kHeadDim>;
@@ -76,6 +96,7 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
     params.v_map = stage_map(params.v_pool, params, type, kHeadDim);
     params.leaf_k_map = leaf_map(params.k_pool, params, type, kHeadDim);
     params.leaf_v_map = leaf_map(params.v_pool, params, type, kHeadDim);
+    params.has_q_map = set_q_map(params, type, kHeadDim);
   }
   const int bytes = SharedMemory<Traits>::bytes(params.num_stages);
   check_launch(cudaFuncSetAttribute(cascade_attention_kernel<Traits>,

@@ -13,6 +13,7 @@ namespace hf_cascade {
 // which give some of their registers to the matrix warps (on sm_90a; 168 a thread before that).
 constexpr int kMatrixWarps = 8;
 constexpr int kMatrixThreads = 32 * kMatrixWarps;
+constexpr int kWarpRows = kRowsPerTile / kMatrixWarps;  // of an item, a matrix warp's own
 constexpr int kProducerWarp = kMatrixWarps + kLeafWarps;
 constexpr int kAttentionThreads = 32 * (kProducerWarp + 1);
 constexpr int kMatrixRegisters = 184;
@@ -40,8 +41,7 @@ struct AttentionTraits {
   static constexpr int kBlockCopies = kHeadDim % 64 == 0 ? 1 : kPanels;
   static constexpr int kSlotBytes =
       2 * kLeafTokens / kBoxTokens * kBlockBytes;  // leaf warps': K, V
-  // q, kRowsPerTile rows laid out like a tile, is handed over 16 rows at a time.
-  static constexpr int kGranuleRows = 16;
+  // q: kRowsPerTile rows laid out like a tile.
   static constexpr int kQueryBytes = kRowsPerTile * kPanels * 128;
   // Where registers allow it, q is loaded from shared memory once an item, not once a tile.
   // Shared nodes' products are wgmma's where there are instances of its shape.
@@ -89,12 +89,12 @@ struct LeafRing {
 struct Control {
   uint64_t full[kMostStages];   // K, V (and q) have arrived
   uint64_t empty[kMostStages];  // all matrix warps are done with the stage
-  uint64_t granule_empty[kRowsPerTile / 16];
+  uint64_t queries_empty;       // all matrix warps are done with the item's q
   uint64_t targets_empty[2];
   Tile tiles[kMostStages];
   Item item;  // the producer's current one
   Target targets[2][kRowsPerTile];
-  int32_t tokens[kRowsPerTile];  // the producer's: rows of q of its item
+  int32_t tokens[kRowsPerTile];  // the producer's: rows of q of its item, if not consecutive
   LeafRing leaf_rings[kMostLeafWarps];
 };
 
@@ -133,6 +133,7 @@ struct SharedMemory {
 struct AttentionParams {
   CUtensorMap k_map, v_map;  // the pools as the copy engine sees them, for stages; sm_90 only
   CUtensorMap leaf_k_map, leaf_v_map;  // and for leaf warps' slots
+  CUtensorMap q_map;                   // q, for shared items; if has_q_map
   TreeParams tree;
   WorkList work;
   const void* q;          // [num_tokens, num_q_heads, head_dim], strides below
@@ -150,6 +151,7 @@ struct AttentionParams {
   int group_size;
   int page_size_log2;
   int num_stages;
+  bool has_q_map;
   bool may_start_early;  // the kernel before us is the append, and the work list older than it
   float scale_log2;      // sm_scale * log2(e)
   uint32_t delay_seed;   // see forced_schedule.h; 0: no delays

@@ -18,17 +18,23 @@ namespace hf_cascade {
 
 constexpr int kMatrixBarrier = 1;  // named; 0 is __syncthreads'
 
-// Rows of q that no sequence owns get the empty state.
+// Matrix warps that do not become leaf warps when they are done.
+constexpr int kFirstSpareWarp = kMostLeafWarps - kLeafWarps;
+
+// Rows of q that no sequence owns get the empty state, by the spare warps.
 template <typename Traits>
 __device__ void clear_unowned_rows(const AttentionParams& p) {
+  constexpr int kStep = kMatrixThreads - 32 * kFirstSpareWarp;
+  const int place = static_cast<int>(threadIdx.x) - 32 * kFirstSpareWarp;
   const int num_q_heads = p.num_kv_heads * p.group_size;
-  const int64_t first = p.tree.q_indptr[p.tree.num_seqs];
-  for (int64_t token = first + blockIdx.x; token < p.tree.num_tokens; token += gridDim.x) {
+  const int64_t first = p.tree.q_indptr[p.tree.num_seqs] + blockIdx.x;
+  if (first >= p.tree.num_tokens) return;
+  if (p.may_start_early) ptx::wait_for_previous_kernel();  // others may still read what lies there
+  for (int64_t token = first; token < p.tree.num_tokens; token += gridDim.x) {
     uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<typename Traits::T*>(p.out) +
                                                 token * num_q_heads * Traits::kHeadDim);
-    for (int i = threadIdx.x; i < num_q_heads * Traits::kHeadDim / 2; i += kMatrixThreads)
-      out[i] = 0;
-    for (int i = threadIdx.x; i < num_q_heads; i += kMatrixThreads) {
+    for (int i = place; i < num_q_heads * Traits::kHeadDim / 2; i += kStep) out[i] = 0;
+    for (int i = place; i < num_q_heads; i += kStep) {
       p.lse[token * num_q_heads + i] = negative_infinity();
     }
   }
@@ -41,7 +47,7 @@ __device__ inline void init_barriers(Control& control) {
     ptx::barrier_init(&control.full[i], 33);
     ptx::barrier_init(&control.empty[i], kMatrixWarps);
   }
-  if (i < kRowsPerTile / 16) ptx::barrier_init(&control.granule_empty[i], 1);
+  if (i == 0) ptx::barrier_init(&control.queries_empty, kMatrixWarps);
   if (i < 2) ptx::barrier_init(&control.targets_empty[i], kMatrixWarps);
   if (i < kMostLeafWarps * kMaxLeafSlots) {
     LeafRing& ring = control.leaf_rings[i / kMaxLeafSlots];
@@ -57,6 +63,7 @@ __device__ inline void prefetch_maps(const AttentionParams& params) {
   if (threadIdx.x == 64) ptx::prefetch_map(&params.v_map);
   if (threadIdx.x == 96) ptx::prefetch_map(&params.leaf_k_map);
   if (threadIdx.x == 128) ptx::prefetch_map(&params.leaf_v_map);
+  if (threadIdx.x == 160 && params.has_q_map) ptx::prefetch_map(&params.q_map);
 #endif
 }
 
@@ -93,10 +100,13 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   const LeafWarps<Traits> leaf_warps(params, shared, header);
   if (warp < kMatrixWarps) {
     ptx::take_registers<kMatrixRegisters>();
-    clear_unowned_rows<Traits>(params);
     if (header.num_shared_items > 0) {
       MatrixWarp<Traits>(params, shared, header).run();
       ptx::named_barrier_sync(kMatrixBarrier, kMatrixThreads);  // nobody reads the ring any more
+    }
+    if (warp >= kFirstSpareWarp) {
+      clear_unowned_rows<Traits>(params);
+      return;
     }
   } else {
     ptx::give_registers<kOtherRegisters>();

@@ -46,27 +46,25 @@ struct LeafRows {
     }
   }
 
-  // 32 tokens, of which [begin, end) count: two blocks of 16 rows of K, and of V.
+  // 32 tokens, of which [begin, end) count: two blocks of 16 rows of K, and of V. Nothing else
+  // hides latencies here, so operands are on their way four steps ahead of their products: those of
+  // V too, while the softmax is computed.
   __device__ void attend(uint32_t k, uint32_t v, int begin, int end, float scale_log2) {
     const int lane = threadIdx.x % 32;
-    // Four chains of products, and four operands on their way at a time: they hide each other's
-    // latency.
+    uint32_t a[kAhead][kBlocks][4];
+    k += lane % 16 * 128 + ((lane / 16) ^ (lane % 8)) * 16;
+    const auto load_keys = [&](int step, int c) {
+      // Tokens 0..7 then 8..15, of the first then of the last 8 values.
+      ptx::load_matrices(a[step % kAhead][c], operand(k, step, c));
+    };
+    // Four chains of products hide each other's latency.
     float chain[2][kBlocks][4] = {};
-#pragma unroll
-    for (int step = 0; step < kDepthSteps; ++step) {
+    first_loads(load_keys);
+    products(load_keys, [&](int step, int c) {
       if constexpr (!kKeepsQuery) load_query(query[0], step);
       const uint32_t (&b)[2] = query[kKeepsQuery ? step : 0];
-      uint32_t a[kBlocks][4];  // tokens 0..7 then 8..15, of the first then of the last 8 values
-#pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-        ptx::load_matrices(a[c], swizzled<kBoxTokens>(k + c * Traits::kBlockBytes, lane % 16,
-                                                      2 * step + lane / 16));
-      }
-#pragma unroll
-      for (int c = 0; c < kBlocks; ++c) {
-        ptx::multiply_add<T>(chain[step % 2][c], a[c], b[0], b[1]);
-      }
-    }
+      ptx::multiply_add<T>(chain[step % 2][c], a[step % kAhead][c], b[0], b[1]);
+    });
     float score[kBlocks][4], keep[2];
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
@@ -77,6 +75,12 @@ struct LeafRows {
         score[c][i] = counts ? chain[0][c][i] + chain[1][c][i] : negative_infinity();
       }
     }
+    v += (lane % 8 + lane / 16 * 8) * 128 + ((lane / 8 % 2) ^ (lane % 8)) * 16;
+    const auto load_values = [&](int step, int c) {
+      // Values 0..7 then 8..15, of the first then of the last 8 tokens.
+      ptx::load_matrices_transposed(a[step % kAhead][c], operand(v, step, c));
+    };
+    first_loads(load_values);
     if (softmax.soften(score, keep, scale_log2)) rescale(keep);
     uint32_t b[kBlocks][2];
 #pragma unroll
@@ -84,27 +88,44 @@ struct LeafRows {
       b[c][0] = ptx::transpose(pack<T>(score[c][0], score[c][1]));
       b[c][1] = ptx::transpose(pack<T>(score[c][2], score[c][3]));
     }
-    constexpr int kAtOnce = kDepthSteps % 4 == 0 ? 4 : kDepthSteps % 3 == 0 ? 3 : 5;
+    products(load_values, [&](int step, int c) {
+      ptx::multiply_add<T>(out[step], a[step % kAhead][c], b[c][0], b[c][1]);
+    });
+  }
+
+ private:
+  static constexpr int kAhead = 4;
+  static_assert(kDepthSteps >= kAhead, "steps to be ahead of");
+
+  // Address of a step's 16 values of a block, for this lane: `lane_row` is its row's chunk 0 or 1,
+  // swizzled; the chunks of a later step differ in bits that no row has.
+  static __device__ uint32_t operand(uint32_t lane_row, int step, int c) {
+    return (lane_row ^ (step % 4 * 32)) + step / 4 * (kBoxTokens * 128) + c * Traits::kBlockBytes;
+  }
+
+  template <typename Load>
+  static __device__ void first_loads(Load load) {
 #pragma unroll
-    for (int first = 0; first < kDepthSteps; first += kAtOnce) {
+    for (int step = 0; step < kAhead; ++step) {
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) load(step, c);
+    }
+  }
+
+  // The products of all steps, whose first kAhead are loaded.
+  template <typename Load, typename Multiply>
+  static __device__ void products(Load load, Multiply multiply) {
+#pragma unroll
+    for (int step = 0; step < kDepthSteps; ++step) {
+#pragma unroll
+      for (int c = 0; c < kBlocks; ++c) multiply(step, c);
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
-        uint32_t a[kAtOnce][4];  // values 0..7 then 8..15, of the first then of the last 8 tokens
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          const int token = lane % 8 + lane / 16 * 8, chunk = 2 * (first + j) + lane / 8 % 2;
-          ptx::load_matrices_transposed(
-              a[j], swizzled<kBoxTokens>(v + c * Traits::kBlockBytes, token, chunk));
-        }
-#pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-          ptx::multiply_add<T>(out[first + j], a[j], b[c][0], b[c][1]);
-        }
+        if (step + kAhead < kDepthSteps) load(step + kAhead, c);
       }
     }
   }
 
- private:
   __device__ void load_query(uint32_t (&b)[2], int step) const {
     b[0] = query_row ? query_row[8 * step] : 0;
     b[1] = query_row ? query_row[8 * step + 4] : 0;

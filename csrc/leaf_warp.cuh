@@ -34,8 +34,7 @@ class LeafWarp {
         ring_(ring),
         lane_(threadIdx.x % 32),
         num_slots_(num_slots),
-        slots_(ptx::shared_address(slots)),
-        exchange_(reinterpret_cast<float*>(slots)) {
+        slots_(ptx::shared_address(slots)) {
     num_items_ = header.num_leaf_items;
   }
 
@@ -47,67 +46,84 @@ class LeafWarp {
   // For one of `num_places` a CTA that are here from the start, who knows a lane's word of its
   // first item; false if there is nothing to take.
   __device__ bool start(int place, int num_places, int32_t first_words) {
-    const int num_ctas = static_cast<int>(gridDim.x);
-    first_drawn_ = 2 * num_places * num_ctas;
+    first_drawn_ = num_places * static_cast<int>(gridDim.x);
     ticket_ = first_ticket(place);
-    next_ticket_ = ticket_ + num_places * num_ctas;
-    is_early_ = p_.may_start_early;
     words_ = first_words;
+    is_early_ = p_.may_start_early;
     return ticket_ < num_items_;
   }
 
   // For one who comes to help those.
   __device__ bool join(int num_places) {
-    first_drawn_ = 2 * num_places * static_cast<int>(gridDim.x);
-    if (first_drawn_ >= num_items_) return false;
-    draw_ticket();
-    ticket_ = drawn_ticket();
-    if (ticket_ >= num_items_) return false;
-    draw_ticket();
-    next_ticket_ = drawn_ticket();
-    words_ = load_item(ticket_);
-    return true;
+    first_drawn_ = num_places * static_cast<int>(gridDim.x);
+    become_next_item();
+    return ticket_ < num_items_;
   }
 
   // All items, then.
   __device__ void run() {
-    next_words_ = load_item(next_ticket_);
-    if (!is_early_) draw_ticket();
     pages_ahead_ = load_pages(words_, 0);
     for (;;) {
       while (num_fetched_ < num_slots_ && fetch_tile()) {
       }
       __syncwarp();  // what lane 0 stored of the tiles
       if (num_fetched_ == 0) break;
-      if (is_next_due_) take_next_item();
+      look_ahead();
+      wait_if_early();
       compute();
       __syncwarp();  // all lanes have read the slot that the next tile goes to
     }
   }
 
  private:
-  // Where the kernel before us only appends to leaves, all but their last tokens can be had early.
+  // Where the kernel before us only appends to leaves, all but their last tokens can be had early;
+  // not so q.
   __device__ void wait_if_early() {
     if (!is_early_) return;
     ptx::wait_for_previous_kernel();
     is_early_ = false;
-    draw_ticket();
   }
 
   // ------------------------------------------------------------------ items
 
-  // A lane a word. An item's words are loaded one item ahead, its ticket drawn two ahead; the first
-  // two tickets of a warp that is here from the start need no drawing.
-  __device__ int32_t load_item(int ticket) const {
-    if (ticket >= num_items_ || lane_ >= kItemWords) return 0;
-    return load_word(p_.work.leaf_item(ticket), lane_);
+  // The next item's ticket is drawn when of the current one a tile is left to be sent for, and its
+  // words, a lane a word, are loaded a tile later. Earlier, and others would find no item where
+  // this warp keeps two. Only where items are too short to hide that is a ticket kept in reserve.
+  __device__ void look_ahead() {
+    if (is_early_ || is_next_known_) return;
+    if (is_drawn_) {
+      load_next_item();
+    } else if (!is_item_open_ || start_ + kLeafTokens >= end_slot_) {
+      draw_ticket();
+    }
   }
 
   __device__ void draw_ticket() {
-    if (lane_ == 0) drawn_ = atomicAdd(p_.ticket + 1, 1);
+    if (lane_ == 0 && first_drawn_ < num_items_) drawn_ = atomicAdd(p_.ticket + 1, 1);
+    is_drawn_ = true;
   }
 
-  __device__ int drawn_ticket() const { return __shfl_sync(~0u, drawn_, 0) + first_drawn_; }
+  __device__ void load_next_item() {
+    next_ticket_ = __shfl_sync(~0u, drawn_, 0) + first_drawn_;
+    is_drawn_ = false;
+    next_words_ = 0;
+    if (next_ticket_ < num_items_) {
+      if (lane_ < kItemWords) next_words_ = load_word(p_.work.leaf_item(next_ticket_), lane_);
+      if (is_short_) draw_ticket();
+    }
+    is_next_known_ = true;
+  }
+
+  // The first ticket of a warp that is here from the start needs no drawing.
+  __device__ void become_next_item() {
+    if (!is_next_known_) {
+      if (!is_drawn_) draw_ticket();
+      load_next_item();
+    }
+    ticket_ = next_ticket_;
+    words_ = next_words_;
+    is_next_known_ = false;
+  }
 
   static __device__ int32_t word(int32_t words, size_t offset) {
     return __shfl_sync(~0u, words, static_cast<int>(offset / sizeof(int32_t)));
@@ -124,30 +140,19 @@ class LeafWarp {
 
   __device__ void take_next_item() {
     is_next_due_ = false;
-    ticket_ = next_ticket_;
+    wait_if_early();
+    become_next_item();
     delay(p_, ~ticket_);
-    words_ = next_words_;
-    if (ticket_ >= num_items_) return;
-    pages_ahead_ = load_pages(words_, 0);
-    next_ticket_ = num_items_;
-    if (first_drawn_ < num_items_) {
-      wait_if_early();
-      next_ticket_ = drawn_ticket();
-      draw_ticket();
-    }
-    next_words_ = load_item(next_ticket_);
+    if (ticket_ < num_items_) pages_ahead_ = load_pages(words_, 0);
   }
 
   __device__ void begin_item() {
     begin_slot_ = word(words_, offsetof(Item, begin_slot));
     end_slot_ = word(words_, offsetof(Item, end_slot));
-    head_ = word(words_, offsetof(Item, head));
-    token_ = word(words_, offsetof(Item, token));
-    target_ = word(words_, offsetof(Item, target));
-    grows_ = word(words_, offsetof(Item, grows));
     pages_ = word(words_, offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t));
     start_ = align_slot(begin_slot_);
     block_ = 0;
+    is_short_ = start_ + 2 * kLeafTokens >= end_slot_;
   }
 
   // ------------------------------------------------------------------ tiles
@@ -170,14 +175,14 @@ class LeafWarp {
     }
     const int next_start = start_ + kLeafTokens;
     const bool is_last = next_start >= end_slot_;
-    if (is_last && grows_) wait_if_early();
+    if (is_last && word(words_, offsetof(Item, grows))) wait_if_early();
     LeafTile tile = {};
     tile.flags = (block_ == 0 ? LeafTile::kFirst : 0) | (is_last ? LeafTile::kLast : 0);
     tile.begin = max(0, begin_slot_ - start_);
     tile.end = min(kLeafTokens, end_slot_ - start_);
-    tile.head = head_;
-    tile.token = token_;
-    tile.target = target_;
+    tile.head = word(words_, offsetof(Item, head));
+    tile.token = word(words_, offsetof(Item, token));
+    tile.target = word(words_, offsetof(Item, target));
     load(tile);
     fetch_slot_ = after(fetch_slot_);
     ++num_fetched_;
@@ -265,7 +270,7 @@ class LeafWarp {
       }
     }
     rows_.attend(k_slot(slot_), v_slot(slot_), tile.begin, tile.end, p_.scale_log2);
-    if (tile.flags & LeafTile::kLast) finish(tile, exchange_ + slot_ * (Traits::kSlotBytes / 4));
+    if (tile.flags & LeafTile::kLast) finish(tile);
     slot_ = after(slot_);
     --num_fetched_;
   }
@@ -279,42 +284,24 @@ class LeafWarp {
     return static_cast<const char*>(p_.q) + chunk * 16;
   }
 
-  // The rows change hands in the slot that was just read, so that they are written whole.
-  __device__ void finish(const LeafTile& tile, float* exchange) {
+  // A row's values lie in the 8 lanes that share lane % 4.
+  __device__ void finish(const LeafTile& tile) {
     rows_.softmax.finish_sums();
-    if (tile.token < 0) return;
-    constexpr int kStride = Traits::kHeadDim + 4;  // lanes in different banks
-    static_assert(kMaxLeafRows * kStride * sizeof(float) <= Traits::kSlotBytes, "the slot's");
-    __syncwarp();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = 2 * (lane_ % 4) + r;
+      if (row >= p_.group_size || tile.token < 0) continue;
+      const TargetRow<Traits> target(p_, tile.target, tile.head * p_.group_size + row);
       const float normalizer = rows_.softmax.normalizer(r);
-      float* place = exchange + row * kStride + lane_ / 4;
+      target.with_places([&](auto* places) {
 #pragma unroll
-      for (int j = 0; j < LeafRows<Traits>::kDepthSteps; ++j) {
-        place[16 * j] = rows_.out[j][r] * normalizer;
-        place[16 * j + 8] = rows_.out[j][2 + r] * normalizer;
-      }
-      if (lane_ < 4 && row < p_.group_size) {
-        row_target(tile, row).write_lse(rows_.softmax.lse_log2(r));
-      }
-    }
-    __syncwarp();
-    for (int row = 0; row < p_.group_size; ++row) {
-      row_target(tile, row).with_places([&](auto* places) {
-#pragma unroll
-        for (int column = 4 * lane_; column < Traits::kHeadDim; column += 128) {
-          const float* values = exchange + row * kStride + column;
-          write_four(places + column, *reinterpret_cast<const float4*>(values));
+        for (int j = 0; j < LeafRows<Traits>::kDepthSteps; ++j) {
+          write_by_eight(places, 16 * j, rows_.out[j][r] * normalizer,
+                         rows_.out[j][2 + r] * normalizer);
         }
       });
+      if (lane_ < 4) target.write_lse(rows_.softmax.lse_log2(r));
     }
-    ptx::fence_async_proxy();  // the copy engine writes there next
-  }
-
-  __device__ TargetRow<Traits> row_target(const LeafTile& tile, int row) const {
-    return TargetRow<Traits>(p_, tile.target, tile.head * p_.group_size + row);
   }
 
   __device__ int after(int slot) const { return slot + 1 == num_slots_ ? 0 : slot + 1; }
@@ -325,20 +312,20 @@ class LeafWarp {
   LeafRing& ring_;
   const int lane_;
   const int num_slots_;
-  const uint32_t slots_;   // shared memory, as PTX has it
-  float* const exchange_;  // and as C++ does
+  const uint32_t slots_;
   int num_items_;
   bool is_early_ = false;  // the kernel before us may still run
 
   int ticket_ = 0, next_ticket_ = 0, first_drawn_ = 0;
   int32_t words_ = 0, next_words_ = 0;  // the lane's word of these items
   int drawn_ = 0;                       // lane 0's
+  bool is_drawn_ = false;               // and nobody has looked at it
+  bool is_next_known_ = false;          // the next item's words have been sent for
+  bool is_short_ = false;               // the current item
   bool is_next_due_ = false;            // all tiles of the item are sent for
   // The item whose tiles are being fetched.
   bool is_item_open_ = false;
-  int begin_slot_ = 0, end_slot_ = 0, head_ = 0, token_ = 0;
-  Target target_ = kNowhere;
-  bool grows_ = false;
+  int begin_slot_ = 0, end_slot_ = 0;
   int start_ = 0;                  // slot of the next tile
   int block_ = 0;                  // of 16 tokens, that starts there
   int32_t pages_ = 0;              // of the first 4 blocks, then of 32 at a time

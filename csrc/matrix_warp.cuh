@@ -29,12 +29,15 @@ class MatrixWarp {
     for (;;) {
       Tile tile = next_tile();
       if (tile.flags & Tile::kStop) return;
-      const bool has_rows = 16 * warp_ / Traits::kTogether * Traits::kTogether < tile.num_rows;
+      const bool has_rows = first_row() / Traits::kTogether * Traits::kTogether < tile.num_rows;
       if (Traits::kWarpgroupProducts && has_rows) {
         tile = attend_item(tile);
       } else {
         if constexpr (!Traits::kWarpgroupProducts) {
           if (has_rows) attend_tile(tile, stage_);
+        }
+        if (Traits::kQueriesInRegisters && !has_rows && tile.flags & Tile::kFirst) {
+          release_queries();
         }
         release(stage_);
       }
@@ -99,7 +102,7 @@ class MatrixWarp {
   // themselves: having them take turns at the matrix units gained nothing.
   __device__ Tile attend_item(Tile tile) {
     if constexpr (Traits::kWarpgroupProducts) {
-      load_queries(tile);
+      load_queries();
       Scores score;
       Probabilities probability;
       float keep[2];
@@ -165,7 +168,7 @@ class MatrixWarp {
 
   // One tile, by a warp alone.
   __device__ void attend_tile(const Tile& tile, int stage) {
-    if (tile.flags & Tile::kFirst) load_queries(tile);
+    if (tile.flags & Tile::kFirst) load_queries();
     const uint32_t k = shared_.k(stage), v = shared_.v(stage);
     int limit[2] = {};
     if (is_whole(tile)) {
@@ -179,19 +182,19 @@ class MatrixWarp {
 
   // Rows that do not exist, of a warpgroup that has others, compute with what they find; nothing is
   // made of it.
-  __device__ void load_queries(const Tile& tile) {
+  __device__ void load_queries() {
     rows_.load_queries(shared_.q(), first_row());
     rows_.clear();
-    if (Traits::kQueriesInRegisters && first_row() < tile.num_rows) release_queries();
+    if (Traits::kQueriesInRegisters) release_queries();
   }
 
-  // A warp's own 16 rows of q.
+  // By every warp, once an item, whether or not it has rows: q's next rows come all at once.
   __device__ void release_queries() {
     __syncwarp();
-    if (lane_ == 0) ptx::barrier_arrive(&control_.granule_empty[warp_]);
+    if (lane_ == 0) ptx::barrier_arrive(&control_.queries_empty);
   }
 
-  __device__ int first_row() const { return Traits::kGranuleRows * warp_; }
+  __device__ int first_row() const { return kWarpRows * warp_; }
 
   // The item's row that this thread holds in its r-th half.
   __device__ int row_of(int r) const { return first_row() + lane_ / 4 + 8 * r; }
@@ -200,8 +203,8 @@ class MatrixWarp {
 
   __device__ void finish(const Tile& tile) {
     const Target* targets = control_.targets[tile.targets];
+    if (!Traits::kQueriesInRegisters) release_queries();
     if (first_row() < tile.num_rows) {
-      if (!Traits::kQueriesInRegisters) release_queries();
       rows_.softmax.finish_sums();
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -218,11 +221,13 @@ class MatrixWarp {
   __device__ void write_row(const TargetRow<Traits>& target, int r) {
     const float normalizer = rows_.softmax.normalizer(r);
     target.with_places([&](auto* places) {
-      places += 2 * (lane_ % 4);
 #pragma unroll
-      for (int j = 0; j < Traits::kHeadDim / 8; ++j) {
-        write_pair(places + 8 * j, rows_.out[j][2 * r] * normalizer,
-                   rows_.out[j][2 * r + 1] * normalizer);
+      for (int j = 0; j < Traits::kHeadDim / 8; j += 2) {
+        const auto pair = [&](int k) {
+          return make_float2(rows_.out[k][2 * r] * normalizer,
+                             rows_.out[k][2 * r + 1] * normalizer);
+        };
+        write_by_four(places, 8 * j, pair(j), pair(j + 1));
       }
     });
     if (lane_ % 4 == 0) target.write_lse(rows_.softmax.lse_log2(r));

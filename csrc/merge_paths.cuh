@@ -17,6 +17,7 @@
 #include "attention_state.cuh"
 #include "attention_traits.cuh"
 #include "ptx.cuh"
+#include "target_row.cuh"
 
 namespace hf_cascade {
 
@@ -104,19 +105,23 @@ struct MergedStates {
     }
   }
 
+  // A lane's four values of a state are a row's columns c, c + 8, c + 1 and c + 9: state_column.
   template <typename T>
   __device__ void write(const AttentionParams& p, int64_t row) const {
     const int lane = threadIdx.x % 32;
-    const float n = weights.sum == 0.f ? 0.f : 1.f / weights.sum;
+    const float n = weights.sum == 0.f ? 0.f : __fdividef(1.f, weights.sum);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       const int column = 128 * part + 4 * lane;
       if (column >= kHeadDim) continue;
       const float4& v = out[part];
-      const uint2 packed = {pack<T>(v.x * n, v.y * n), pack<T>(v.z * n, v.w * n)};
-      *reinterpret_cast<uint2*>(static_cast<T*>(p.out) + row * kHeadDim + column) = packed;
+      static_assert(state_column(0) == 0 && state_column(1) == 8 && state_column(2) == 1);
+      T* place =
+          static_cast<T*>(p.out) + row * kHeadDim + column / 16 * 16 + state_column(column % 16);
+      *reinterpret_cast<uint32_t*>(place) = pack<T>(v.x * n, v.z * n);
+      *reinterpret_cast<uint32_t*>(place + 8) = pack<T>(v.y * n, v.w * n);
     }
-    if (lane == 0) p.lse[row] = (weights.maximum + log2f(weights.sum)) * kLn2;
+    if (lane == 0) p.lse[row] = (weights.maximum + __log2f(weights.sum)) * kLn2;
   }
 };
 

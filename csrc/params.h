@@ -57,7 +57,8 @@ struct alignas(16) Item {
   int32_t target;      // of one token: a Target
   int32_t grows;       // the node's last token, which may be of this step, is in its range
   int32_t first_pages[kItemPages];  // of its first blocks of 16 slots, as far as it has them
-  int32_t padding[2];
+  int32_t first_token;  // its first row of q, if its tokens are consecutive rows; else -1
+  int32_t padding;
 };
 static_assert(sizeof(Item) == 64, "as ops/cascade.py has it");
 

@@ -34,7 +34,6 @@ class Producer : TileLoader<Traits> {
         take_queries(ticket);
       }
       stream();
-      if (wait_if_early()) draw_ticket();  // which take_item could not
     }
     wait_if_early();
     if (num_items_ == 0) return;  // nobody waits for a tile
@@ -89,17 +88,15 @@ class Producer : TileLoader<Traits> {
 
   // Decoding: the readers of a shared node, or one token's group that is too large for leaf warps.
   __device__ void take_node(const Item& item) {
-    begin_item(item.head, item.num_tokens * p_.group_size);
+    begin_item(item.head, item.num_tokens * p_.group_size, item.first_token);
     set_segment(item);
     for (int i = 0; i < kTokensPerLane; ++i) {
       const int t = lane_ + 32 * i;
-      targets_[i] = item.token < 0 ? kNowhere : item.target;
-      tokens_[i] = max(0, item.token);
-      if (item.first_read >= 0 && t < item.num_tokens) {
-        targets_[i] = p_.work.path[item.first_read + t];
-        tokens_[i] = p_.work.read_tokens[item.first_read + t];
-        if (targets_[i] >= 0) targets_[i] += item.split;
-      }
+      targets_[i] = item.target;
+      tokens_[i] = 0;  // some row, for one token that does not exist
+      if (item.first_read < 0 || t >= item.num_tokens) continue;
+      targets_[i] = p_.work.path[item.first_read + t];
+      if (first_token_ < 0) tokens_[i] = p_.work.read_tokens[item.first_read + t];
     }
   }
 
@@ -116,8 +113,8 @@ class Producer : TileLoader<Traits> {
   __device__ void take_queries(int ticket) {
     const int seq = find_item(p_.work.leaf_items, p_.tree.num_seqs, ticket);
     const int local = ticket - p_.work.leaf_items[seq];
-    const int first_token = p_.tree.q_indptr[seq];
-    const int q_len = p_.tree.q_indptr[seq + 1] - first_token;
+    const int begin = p_.tree.q_indptr[seq];
+    const int q_len = p_.tree.q_indptr[seq + 1] - begin;
     const int leaf = p_.tree.leaves ? p_.tree.leaves[seq] : -1;
     const int leaf_len = leaf < 0 ? 0 : p_.tree.kv_len[leaf];
     const int tile_tokens = tokens_per_tile(p_.group_size);
@@ -125,11 +122,8 @@ class Producer : TileLoader<Traits> {
     const int tile = num_tiles - 1 - local % num_tiles;  // the last see most: longest first
     const int first = tile * tile_tokens;
     const int num_tokens = min(tile_tokens, q_len - first);
-    begin_item(local / num_tiles, num_tokens * p_.group_size);
-    for (int i = 0; i < kTokensPerLane; ++i) {
-      tokens_[i] = first_token + first + lane_ + 32 * i;
-      targets_[i] = ~tokens_[i];
-    }
+    begin_item(local / num_tiles, num_tokens * p_.group_size, begin + first);
+    for (int i = 0; i < kTokensPerLane; ++i) targets_[i] = ~(first_token_ + lane_ + 32 * i);
     // The segments are found one by one as they are streamed: the path's nodes, then the leaf.
     const int path_begin = p_.work.path_indptr[seq], path_end = p_.work.path_indptr[seq + 1];
     const int first_visible = leaf_len - q_len + first + 1;  // may be below 0
@@ -168,24 +162,14 @@ class Producer : TileLoader<Traits> {
     return {p_.tree.kv_indptr[node], first_slot, first_slot + end, false, 0};
   }
 
-  __device__ void begin_item(int head, int num_rows) {
+  __device__ void begin_item(int head, int num_rows, int first_token) {
     item_ = {};
     item_.flags = Tile::kFirst;
     item_.head = head;
     item_.num_rows = num_rows;
     next_targets_ ^= 1;
     item_.targets = next_targets_;
-  }
-
-  // To the matrix warps; after the item's first copies are under way, for these loads take as long.
-  __device__ void hand_over_targets() {
-    ptx::barrier_wait(&control_.targets_empty[item_.targets],
-                      (targets_phases_ >> item_.targets) & 1);
-    targets_phases_ ^= 1u << item_.targets;
-    for (int i = 0; i < kTokensPerLane; ++i) {
-      control_.targets[item_.targets][lane_ + 32 * i] = targets_[i];
-      control_.tokens[lane_ + 32 * i] = tokens_[i];
-    }
+    first_token_ = first_token;
   }
 
   // ------------------------------------------------------------------ tiles
@@ -211,10 +195,41 @@ class Producer : TileLoader<Traits> {
         if (--remaining_ == 0) tile.flags |= Tile::kLast;
         const int seen_by_all = segment.is_causal ? min(segment.seen, segment.end) : segment.end;
         tile.num_whole = max(0, min(remaining_ - 1, (seen_by_all - start) / Traits::kKvTile - 1));
-        send(tile, pages, start, [&] { hand_over_targets(); });
+        send(tile, pages, start);
         item_.flags &= ~Tile::kFirst;
         start += Traits::kKvTile;
       } while (start < segment.end);
+    }
+  }
+
+  __device__ void send(const Tile& tile, const int32_t* pages, int start) {
+    load_keys_and_values(tile, pages, start);
+    if (tile.flags & Tile::kFirst) send_queries(tile);
+    if (tile.flags & Tile::kLast) store_targets();
+    hand_over(tile);
+  }
+
+  // The kernel before us may be the one that makes q.
+  __device__ void send_queries(const Tile& tile) {
+    if (wait_if_early()) draw_ticket();  // which take_item could not
+    if (first_token_ < 0) {
+      for (int i = 0; i < kTokensPerLane; ++i) control_.tokens[lane_ + 32 * i] = tokens_[i];
+      __syncwarp();
+    }
+    load_queries(tile, first_token_);
+  }
+
+  // Matrix warps look for the targets when all else is done, so their loads have all of the item's
+  // time.
+  __device__ void store_targets() {
+    Target* targets = control_.targets[item_.targets];
+    ptx::barrier_wait(&control_.targets_empty[item_.targets],
+                      (targets_phases_ >> item_.targets) & 1);
+    targets_phases_ ^= 1u << item_.targets;
+    for (int i = 0; i < kTokensPerLane; ++i) {
+      // Only a decoding launch has partial states.
+      const int split = targets_[i] >= 0 ? control_.item.split : 0;
+      targets[lane_ + 32 * i] = targets_[i] + split;
     }
   }
 
@@ -223,9 +238,10 @@ class Producer : TileLoader<Traits> {
   using Base::hand_over;
   using Base::is_decode_;
   using Base::lane_;
+  using Base::load_keys_and_values;
+  using Base::load_queries;
   using Base::num_stages_;
   using Base::p_;
-  using Base::send;
   using Base::shared_;
   using Base::wait_for_stage;
 
@@ -236,9 +252,10 @@ class Producer : TileLoader<Traits> {
   int remaining_ = 0;                     // tiles of the item that are still to be sent
   bool is_early_ = false;                 // the kernel before us may still run
   int num_items_ = 0;
+  int first_token_ = 0;  // the item's, as Item has it
   static constexpr int kTokensPerLane = kRowsPerTile / 32;
   Target targets_[kTokensPerLane];  // of the item's tokens lane, lane + 32, ..
-  int32_t tokens_[kTokensPerLane];  // rows of q
+  int32_t tokens_[kTokensPerLane];  // rows of q; where they are not consecutive
   int32_t next_ = 0;                // the lane's word of the next item
   int next_ticket_ = static_cast<int>(blockIdx.x);
   int drawn_ = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // lane 0's

@@ -86,7 +86,17 @@ __device__ __forceinline__ bool elect_lane() {
 // What `createpolicy.fractional.L2::evict_first` makes.
 constexpr uint64_t kEvictFirst = 0x12f0000000000000;
 
-// The copy engine moves a box of a 4-d tensor to shared memory and tells the barrier its bytes.
+// The copy engine moves a box of a 3-d tensor to shared memory and tells the barrier its bytes.
+__device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint64_t* barrier, int x,
+                                         int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4, %5}], [%2];" ::"r"(target),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// The same of a 4-d tensor.
 __device__ __forceinline__ void copy_box(uint32_t target, const void* map, uint64_t* barrier, int x,
                                          int y, int z, int w) {
   asm volatile(

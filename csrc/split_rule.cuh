@@ -101,12 +101,14 @@ __host__ __device__ inline bool is_single(int num_readers, const WorkShape& shap
 
 // ---------------------------------------------------------------------- estimates
 
-constexpr float kTileUs = 0.8f;          // matrix warps, for 64 tokens
+constexpr float kTileUs = 0.95f;         // matrix warps, for 64 tokens
 constexpr float kSharedItemTiles = 3.f;  // start and end of an item, in such tiles
-constexpr float kLeafUnitUs = 1.6f;      // a leaf warp, for 64 tokens
-constexpr float kLeafItemUs = 3.f;       // start and end of an item
-constexpr float kMergeStateUs = 0.2f;    // a row's state, to be written and read
+constexpr float kLeafUnitUs = 1.5f;      // a leaf warp, for 64 tokens
+constexpr float kLeafItemUs = 1.5f;      // start and end of an item
+constexpr float kFullGridUs = 3.f;       // no CTA without items, whose place the next kernel takes
+constexpr float kMergeStateUs = 0.05f;   // a row's state, to be written and read
 constexpr float kBytesPerUs = 4.4e6f;
+constexpr float kStateBytesPerUs = 4.4e6f / 2;  // written, then read by the kernel after it
 
 // What the nodes that one kind of warp reads add up to.
 struct NodeTotals {
@@ -122,7 +124,7 @@ __host__ __device__ inline float merge_us(int num_states, int split_units, NodeT
   const float state_bytes = 8.f * shape.head_dim * (shape.num_kv_heads * shape.group_size);
   const float trips =
       nodes.longest <= split_units ? 0.f : kMergeStateUs * nodes.longest / split_units;
-  return num_states * state_bytes / kBytesPerUs + trips;
+  return num_states * state_bytes / kStateBytesPerUs + trips;
 }
 
 __host__ __device__ inline float shared_us(int num_items, int split_units, NodeTotals nodes,
@@ -138,7 +140,7 @@ __host__ __device__ inline float leaf_memory_us(NodeTotals nodes, const WorkShap
   return static_cast<float>(nodes.units) * kSplitUnit * 4.f * shape.head_dim / kBytesPerUs;
 }
 
-// num_leaf_warps: of a CTA.
+// num_leaf_warps: of a CTA, from the start.
 __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTotals nodes,
                                          int num_leaf_warps, const WorkShape& shape) {
   if (num_items == 0) return 0.f;
@@ -147,8 +149,14 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
   const float mean = kLeafItemUs + kLeafUnitUs * nodes.units / num_items;
   const float all = ceil_div(num_items, num_warps) * mean;
   const float last = kLeafItemUs + kLeafUnitUs * longest;
-  // Where memory is the limit warps do not end at the same time: half an item is lost.
-  return at_least(at_least(all, last), leaf_memory_us(nodes, shape) + last / 2);
+  // Where memory is the limit some warps have nothing to do in the last round or, of one round,
+  // end early.
+  const float rounds = static_cast<float>(num_items) / (kMostLeafWarps * shape.num_ctas);
+  const float idle =
+      rounds > 1.f ? ceil_div(num_items, kMostLeafWarps * shape.num_ctas) - rounds : 0.5f;
+  const bool is_full = num_leaf_warps == kMostLeafWarps && num_items >= shape.num_ctas;
+  return (is_full ? kFullGridUs : 0.f) +
+         at_least(at_least(all, last), leaf_memory_us(nodes, shape) + idle * last);
 }
 
 }  // namespace hf_cascade

@@ -7,22 +7,39 @@
 
 namespace hf_cascade {
 
-__device__ __forceinline__ void write_pair(float* place, float first, float second) {
-  __stcg(reinterpret_cast<float2*>(place), make_float2(first, second));
+// A row's 16 values from `column` on, a multiple of 16, by those who hold them. A partial state has
+// them in an order of its own, state_column(i) at place i: what a thread holds of them then lies
+// side by side, and a row is written in pieces of 64 bytes.
+__host__ __device__ constexpr int state_column(int place) {
+  return place / 4 * 2 + place / 2 % 2 + place % 2 * 8;
+}
+
+// By 4 lanes: lane q has the values 2 q + {0, 1} and 8 + 2 q + {0, 1}.
+__device__ __forceinline__ void write_by_four(float* row, int column, const float2& first,
+                                              const float2& last) {
+  const int place = column + threadIdx.x % 4 * 4;
+  __stcg(reinterpret_cast<float4*>(row + place), make_float4(first.x, last.x, first.y, last.y));
 }
 
 template <typename T>
-__device__ __forceinline__ void write_pair(T* place, float first, float second) {
-  *reinterpret_cast<uint32_t*>(place) = pack<T>(first, second);
+__device__ __forceinline__ void write_by_four(T* row, int column, const float2& first,
+                                              const float2& last) {
+  T* place = row + column + threadIdx.x % 4 * 2;
+  *reinterpret_cast<uint32_t*>(place) = pack<T>(first.x, first.y);
+  *reinterpret_cast<uint32_t*>(place + 8) = pack<T>(last.x, last.y);
 }
 
-__device__ __forceinline__ void write_four(float* place, const float4& values) {
-  __stcg(reinterpret_cast<float4*>(place), values);
+// By 8 lanes that differ in lane / 4: lane / 4 = i has the values i and 8 + i.
+__device__ __forceinline__ void write_by_eight(float* row, int column, float first, float last) {
+  const int place = column + threadIdx.x % 32 / 4 * 2;
+  __stcg(reinterpret_cast<float2*>(row + place), make_float2(first, last));
 }
 
 template <typename T>
-__device__ __forceinline__ void write_four(T* place, const float4& values) {
-  *reinterpret_cast<uint2*>(place) = {pack<T>(values.x, values.y), pack<T>(values.z, values.w)};
+__device__ __forceinline__ void write_by_eight(T* row, int column, float first, float last) {
+  T* place = row + column + threadIdx.x % 32 / 4;
+  place[0] = from_float<T>(first);
+  place[8] = from_float<T>(last);
 }
 
 template <typename Traits>

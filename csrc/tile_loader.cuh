@@ -1,9 +1,9 @@
 // Filling a stage: where a tile's K, V and q come from, and the copies that bring them.
 //
-//   Owns     the ring of stages (waits for `empty`, fills, signals `full`) and the 8 granules of q,
-//            one a matrix warp.
-//   Moves    kKvTile tokens of K and of V of one head, whose first is a slot divisible by 16. On
-//            sm_90 by the copy engine, else 16 bytes a lane and cp.async; q always so.
+//   Owns     the ring of stages (waits for `empty`, fills, signals `full`) and q of one item.
+//   Moves    kKvTile tokens of K and of V of one head, whose first is a slot divisible by 16; and
+//            the item's rows of q. On sm_90 by the copy engine, but for rows of q that are not
+//            consecutive; else 16 bytes a lane and cp.async.
 #pragma once
 
 #include "attention_traits.cuh"
@@ -18,20 +18,25 @@ class TileLoader {
       : p_(params), shared_(shared), control_(shared.control()), lane_(threadIdx.x % 32) {}
 
  protected:
-  // Sends a tile whose row 0 is the node's slot `start`. An item's first one takes q along, whose
-  // rows `find_queries` writes down.
-  template <typename FindQueries>
-  __device__ void send(const Tile& tile, const int32_t* pages, int start,
-                       FindQueries find_queries) {
+  // K and V of a tile, whose row 0 is the node's slot `start`, to the stage that is next.
+  __device__ void load_keys_and_values(const Tile& tile, const int32_t* pages, int start) {
     // Its latency passes while we wait for the stage.
     const Source source = find_source(tile, pages, start);
     wait_for_stage();
     load_tile(tile, source);
-    if (tile.flags & Tile::kFirst) {
-      find_queries();
-      load_queries(tile);
+  }
+
+  // The item's q, with its first tile. Its tokens are rows of q from first_token on or, where that
+  // is -1, those that control_.tokens names.
+  __device__ void load_queries(const Tile& tile, int first_token) {
+    wait_for_queries();
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+    if (first_token >= 0 && p_.has_q_map) {
+      load_query_box(tile.head, first_token);
+      return;
     }
-    hand_over(tile);
+#endif
+    load_query_rows(tile, first_token);
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -76,6 +81,24 @@ class TileLoader {
           ptx::copy_box(v + offset, &p_.v_map, full, panel * kBoxValues, slot[box], tile.head,
                         page[box]);
         }
+      }
+    }
+    __syncwarp();
+  }
+
+  // As many tokens as an item can have; nothing is made of those that this one, or q, does not
+  // have.
+  __device__ void load_query_box(int head, int first_token) {
+    constexpr int kPanelBytes = kRowsPerTile * 128;
+    const int rows = tokens_per_tile(p_.group_size) * p_.group_size;
+    uint64_t* full = &control_.full[stage_];
+    if (ptx::elect_lane()) {
+      ptx::barrier_expect_bytes(full, rows * Traits::kPanels * 128);
+      ptx::fence_async_proxy();  // the item before's may have come by load_query_rows
+#pragma unroll
+      for (int panel = 0; panel < Traits::kPanels; ++panel) {
+        ptx::copy_box(shared_.q() + panel * kPanelBytes, &p_.q_map, full, panel * kBoxValues,
+                      head * p_.group_size, first_token);
       }
     }
     __syncwarp();
@@ -126,37 +149,29 @@ class TileLoader {
   }
 #endif
 
-  // A granule is one warp's. Rows of it that do not exist keep what they hold: nothing is made of
-  // them.
-  __device__ void load_queries(const Tile& tile) {
-    __syncwarp();  // the tokens are written
+  // 16 bytes a lane and copy. Rows that the item does not have keep what they hold: nothing is made
+  // of them.
+  __device__ void load_query_rows(const Tile& tile, int first_token) {
+    // Lanes beyond these rows (head_dim 80 and 96) copy what others do.
+    constexpr int kRowsAtOnce = 32 / Traits::kRowChunks;
     const int lane_row = lane_ / Traits::kRowChunks, chunk = lane_ % Traits::kRowChunks;
     // Row r of the item is query token r / group_size, head r % group_size of the group.
     const int group_reciprocal = ceil_div(1 << 16, p_.group_size);
-    for (int first = 0; first < tile.num_rows; first += Traits::kGranuleRows) {
-      claim_granule(first / Traits::kGranuleRows);
-      const int end = min(Traits::kGranuleRows, tile.num_rows - first);
 #pragma unroll 4
-      for (int row = lane_row; row < end; row += kRowsAtOnce) {
-        const int t = ((first + row) * group_reciprocal) >> 16;  // exact: both are 128 at most
-        const int head = tile.head * p_.group_size + first + row - t * p_.group_size;
-        load_row(first + row, chunk,
-                 control_.tokens[t] * p_.q_token_stride + head * p_.q_head_stride + chunk);
-      }
+    for (int row = lane_row; row < tile.num_rows; row += kRowsAtOnce) {
+      const int t = (row * group_reciprocal) >> 16;  // exact: both are 128 at most
+      const int head = tile.head * p_.group_size + row - t * p_.group_size;
+      const int token = first_token < 0 ? control_.tokens[t] : first_token + t;
+      const int64_t source_chunk = token * p_.q_token_stride + head * p_.q_head_stride + chunk;
+      ptx::copy_async_16(swizzled<kRowsPerTile>(shared_.q(), row, chunk),
+                         static_cast<const char*>(p_.q) + source_chunk * 16, true);
     }
   }
 
-  // Lanes beyond these rows (head_dim 80 and 96) copy what others do.
-  static constexpr int kRowsAtOnce = 32 / Traits::kRowChunks;
-
-  __device__ void claim_granule(int granule) {
-    ptx::barrier_wait(&control_.granule_empty[granule], (granule_phases_ >> granule) & 1);
-    granule_phases_ ^= 1u << granule;
-  }
-
-  __device__ void load_row(int row, int chunk, int64_t source_chunk) const {
-    ptx::copy_async_16(swizzled<kRowsPerTile>(shared_.q(), row, chunk),
-                       static_cast<const char*>(p_.q) + source_chunk * 16, true);
+  // Until the matrix warps have taken the item before's.
+  __device__ void wait_for_queries() {
+    ptx::barrier_wait(&control_.queries_empty, query_phase_ ^ 1);
+    query_phase_ ^= 1;
   }
 
   // ------------------------------------------------------------------ the ring
@@ -185,7 +200,7 @@ class TileLoader {
   int num_stages_ = 0;  // of the ring
   int stage_ = 0;
   uint32_t phase_ = 0;
-  uint32_t granule_phases_ = ~0u;  // bit g: the parity to wait for before filling granule g
+  uint32_t query_phase_ = 0;  // of queries_empty, the one that the current item's q begins in
 };
 
 }  // namespace hf_cascade

@@ -122,8 +122,21 @@ __host__ __device__ inline void set_token(Item& item, const TreeParams& tree,
   const TokenTarget found = find_target(tree, tables, seq, state);
   item.first_read = -1;
   item.num_tokens = 1;
-  item.token = found.token;
+  item.token = item.first_token = found.token;
   item.target = found.target;
+}
+
+// Decoding: the row of q of the first of these reads, if each read has one and they are
+// consecutive; else -1.
+__host__ __device__ inline int first_token_of(const TreeParams& tree, int first_read,
+                                              int num_reads) {
+  const int first = tree.readers[first_read], last = tree.readers[first_read + num_reads - 1];
+  const int first_token = tree.q_indptr[first], last_token = tree.q_indptr[last];
+  // Readers ascend, so these are neighbours; and none has two tokens, so none before the last lacks
+  // its own.
+  const bool are_consecutive =
+      last - first == num_reads - 1 && last_token - first_token == num_reads - 1;
+  return are_consecutive && tree.q_indptr[last + 1] > last_token ? first_token : -1;
 }
 
 // Of a decoding launch, the `index`-th item.
@@ -145,6 +158,7 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
     item.split = column / heads;
     item.first_read = first_read + before;
     item.num_tokens = tile_tokens < num_readers - before ? tile_tokens : num_readers - before;
+    item.first_token = first_token_of(tree, item.first_read, item.num_tokens);
     set_range(item, tree, node, item.split, tables.lengths[i], shape);
     return item;
   }

@@ -25,7 +25,8 @@ NOWHERE = -(2**31)
 HEADER = ("is_decode", "num_shared_items", "num_leaf_items", "shared_are_still", "shared_stages",
           "shared_split", "leaf_split", "shape")  # fmt: skip
 ITEM = ("head", "num_tokens", "begin_slot", "end_slot", "pages", "first_read", "split", "token",
-        "target", "grows", "page_0", "page_1", "page_2", "page_3", "padding_0", "padding_1")  # fmt: skip
+        "target", "grows", "page_0", "page_1", "page_2", "page_3", "first_token",
+        "padding")  # fmt: skip
 ARRAYS = ("q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot", "leaves", "reader_indptr",
           "readers")  # fmt: skip
 COUNTS = ("num_tokens", "num_seqs", "num_nodes", "num_reads")
