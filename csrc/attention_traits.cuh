@@ -135,7 +135,6 @@ struct AttentionParams {
   CUtensorMap leaf_k_map, leaf_v_map;  // and for leaf warps' slots
   CUtensorMap q_map;                   // q, for shared items; if has_q_map
   TreeParams tree;
-  WorkList work;
   const void* q;          // [num_tokens, num_q_heads, head_dim], strides below
   const void* k_pool;     // [num_pages, num_kv_heads, page_size, head_dim]
   const void* v_pool;     // like k_pool
@@ -147,14 +146,16 @@ struct AttentionParams {
   uint64_t num_pages;
   int64_t q_token_stride;  // in 16-byte chunks
   int64_t q_head_stride;
-  int num_kv_heads;
-  int group_size;
-  int page_size_log2;
-  int num_stages;
-  bool has_q_map;
+  // What a CTA needs first lies together: a first look at a line of these costs a trip to L2.
+  WorkList work;
   bool may_start_early;  // the kernel before us is the append, and the work list older than it
-  float scale_log2;      // sm_scale * log2(e)
-  uint32_t delay_seed;   // see forced_schedule.h; 0: no delays
+  bool has_q_map;
+  int num_stages;
+  int group_size;
+  int num_kv_heads;
+  int page_size_log2;
+  float scale_log2;     // sm_scale * log2(e)
+  uint32_t delay_seed;  // see forced_schedule.h; 0: no delays
 };
 
 // Address of a chunk within a tile of `kRows` rows (K, V or q).

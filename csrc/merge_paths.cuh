@@ -23,7 +23,9 @@ namespace hf_cascade {
 
 constexpr int kMergeWarps = 4;
 constexpr int kMergeThreads = 32 * kMergeWarps;
-constexpr int kAtOnce = 8;  // more would leave a multiprocessor with fewer rows
+// A prefix in 8 splits and the leaf, which is frequent. More would leave a multiprocessor with
+// fewer rows.
+constexpr int kAtOnce = 9;
 
 // The weights of up to 32 more states: a lane's own, and what those seen before are worth now.
 struct MergeWeights {
@@ -87,7 +89,7 @@ struct MergedStates {
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
             const int s = group + first + i, column = 128 * part + 4 * lane;
-            if (s >= end || column >= kHeadDim) continue;
+            if (first + i >= 32 || s >= end || column >= kHeadDim) continue;
             const float* place = p.state_out + state_row(s) * kHeadDim + column;
             loaded[i][part] = __ldcg(reinterpret_cast<const float4*>(place));
           }
@@ -99,7 +101,7 @@ struct MergedStates {
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          add(__shfl_sync(~0u, weight, first + i), loaded[i]);
+          add(__shfl_sync(~0u, weight, (first + i) % 32), loaded[i]);
         }
       }
     }

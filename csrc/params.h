@@ -63,12 +63,12 @@ struct alignas(16) Item {
 static_assert(sizeof(Item) == 64, "as ops/cascade.py has it");
 
 struct WorkList {
-  WorkHeader* header;
   int32_t* leaf_items;   // [B + 1], not decoding: items of the sequences before b
   int32_t* path_indptr;  // [B + 1], partial states (not decoding: prefix nodes) before b's
   int32_t* path;         // [num_reads]; decoding: per read, where the state of its first split goes
                          //   (a Target); not decoding: each sequence's prefix nodes, root first
   int32_t* read_tokens;  // [num_reads]; decoding: per read, its row of q, or 0 if it has none
+  WorkHeader* header;
   // Decoding: [most_items], shared nodes' from the front on and leaves' from the back, so that a
   // CTA finds its first ones without the header.
   Item* items;

@@ -149,12 +149,13 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
   const float mean = kLeafItemUs + kLeafUnitUs * nodes.units / num_items;
   const float all = ceil_div(num_items, num_warps) * mean;
   const float last = kLeafItemUs + kLeafUnitUs * longest;
-  // Where memory is the limit some warps have nothing to do in the last round or, of one round,
-  // end early.
+  const bool is_alone = num_leaf_warps == kMostLeafWarps;
+  // Where memory is the limit some warps have nothing to do in the last round or, of one round, end
+  // early, most of all those that could not begin with the others.
   const float rounds = static_cast<float>(num_items) / (kMostLeafWarps * shape.num_ctas);
-  const float idle =
-      rounds > 1.f ? ceil_div(num_items, kMostLeafWarps * shape.num_ctas) - rounds : 0.5f;
-  const bool is_full = num_leaf_warps == kMostLeafWarps && num_items >= shape.num_ctas;
+  const float idle = rounds > 1.f ? ceil_div(num_items, kMostLeafWarps * shape.num_ctas) - rounds
+                                  : (is_alone ? 0.2f : 0.5f);
+  const bool is_full = is_alone && num_items >= shape.num_ctas;
   return (is_full ? kFullGridUs : 0.f) +
          at_least(at_least(all, last), leaf_memory_us(nodes, shape) + idle * last);
 }
