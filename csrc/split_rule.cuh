@@ -151,10 +151,11 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
   const float last = kLeafItemUs + kLeafUnitUs * longest;
   const bool is_alone = num_leaf_warps == kMostLeafWarps;
   // Where memory is the limit some warps have nothing to do in the last round or, of one round, end
-  // early, most of all those that could not begin with the others.
-  const float rounds = static_cast<float>(num_items) / (kMostLeafWarps * shape.num_ctas);
-  const float idle = rounds > 1.f ? ceil_div(num_items, kMostLeafWarps * shape.num_ctas) - rounds
-                                  : (is_alone ? 0.2f : 0.5f);
+  // early, most of all beside those that could not begin with them.
+  const int most_warps = kMostLeafWarps * shape.num_ctas;
+  const float rounds = static_cast<float>(num_items) / most_warps;
+  const float in_last_round = ceil_div(num_items, most_warps) - rounds;
+  const float idle = rounds > 1.f ? at_least(0.5f, in_last_round) : is_alone ? 0.4f : 0.5f;
   const bool is_full = is_alone && num_items >= shape.num_ctas;
   return (is_full ? kFullGridUs : 0.f) +
          at_least(at_least(all, last), leaf_memory_us(nodes, shape) + idle * last);

@@ -161,9 +161,17 @@ static __global__ void __launch_bounds__(kWorkListThreads)
                                        header.num_leaf_items, choice.shared_us, choice.leaf_us);
   header.leaf_split = leaf_split;
   if (blockIdx.x == 0 && thread == 0) *work.header = header;
+  // CTAs look at the items that they would take first before they know how many there are: those
+  // that do not exist are empty.
+  const int num_shared = is_decode ? header.num_shared_items : 0;
+  const int num_leaf = is_decode ? header.num_leaf_items : 0;
+  const int most_shared = min(work.most_items - num_leaf, shape.num_ctas);
+  const int most_leaf = min(work.most_items - num_shared, kMostLeafWarps * shape.num_ctas);
+  for (int i = num_shared + first; i < most_shared; i += step) *work.shared_item(i) = {};
+  for (int i = num_leaf + first; i < most_leaf; i += step) *work.leaf_item(i) = {};
   if (!is_decode) return;
   for (int i = first; i < num_items; i += step) {
-    const int leaf = i - header.num_shared_items;
+    const int leaf = i - num_shared;
     *(leaf < 0 ? work.shared_item(i) : work.leaf_item(leaf)) = make_item(i, tree, tables, shape);
   }
 }
