@@ -28,7 +28,9 @@ struct AppendParams {
 static __global__ void append_kv_kernel(const AppendParams params) {
   const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
   // The attention kernel that follows waits for us itself. What it reads before that, the work list
-  // and tokens of earlier steps, was written by kernels that let nobody start before their end.
+  // and tokens of earlier steps, was written by kernels that let nobody start before their end, and
+  // those of ours that may come right before us (work_list_kernel, this one alone) fence what they
+  // wrote: the end of a kernel lets the next one start, but only a wait is sure to see its writes.
   if (params.ticket) ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernel();
   if (thread < 2 && params.ticket) params.ticket[thread] = 0;
@@ -53,6 +55,7 @@ static __global__ void append_kv_kernel(const AppendParams params) {
       chunk;
   static_cast<int4*>(params.k_pool)[target] = k;
   static_cast<int4*>(params.v_pool)[target] = v;
+  if (!params.ticket) __threadfence();  // see above
 }
 
 }  // namespace hf_cascade

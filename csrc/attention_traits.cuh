@@ -100,8 +100,16 @@ struct Control {
 
 constexpr int kItemWords = sizeof(Item) / sizeof(int32_t);
 
+// From L2: what was written while this kernel was about to start is not looked for in L1.
 __device__ __forceinline__ int32_t load_word(const Item* item, int word) {
-  return reinterpret_cast<const int32_t*>(item)[word];
+  return __ldcg(reinterpret_cast<const int32_t*>(item) + word);
+}
+
+__device__ __forceinline__ WorkHeader load_header(const WorkHeader* header) {
+  static_assert(sizeof(WorkHeader) == 2 * sizeof(int4), "two loads");
+  const int4* halves = reinterpret_cast<const int4*>(header);
+  const int4 loaded[2] = {__ldcg(halves), __ldcg(halves + 1)};
+  return reinterpret_cast<const WorkHeader&>(loaded);
 }
 
 static_assert(sizeof(Control) <= kControlBytes, "num_stages leaves no more");

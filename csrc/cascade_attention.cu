@@ -178,23 +178,33 @@ Tensor new_ticket(const Tensor& like) {
   return torch::stable::new_empty(like, {2}, ScalarType::Int);
 }
 
+int64_t num_scratch_states(const Nodes& nodes, const Tensor& k_pool) {
+  return num_scratch_states(nodes.num_seqs(), nodes.num_reads(), nodes.kv_indices.size(0),
+                            k_pool.size(2));
+}
+
+void check_work_list(const Tensor& work, const Nodes& nodes, const Tensor& k_pool) {
+  const int64_t most_items = num_scratch_states(nodes, k_pool) * k_pool.size(1);
+  const int64_t expected = work_list_size(nodes.num_seqs(), nodes.num_reads(), most_items);
+  STD_TORCH_CHECK(work.numel() == expected,
+                  "work must be what work_list makes of these arguments, ", expected,
+                  " values, got ", work.numel());
+}
+
 // `ticket` is zero by the time this kernel runs. Without a work list it makes its own, which sees
-// to that; with one, an append comes before it.
+// to that; with one, an append comes before it, beside which it may start if that writes each
+// leaf's last token and nothing else.
 State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const Nodes& nodes,
-             double sm_scale, const std::optional<Tensor>& given_work, const Tensor& ticket) {
+             double sm_scale, const std::optional<Tensor>& given_work, bool may_start_early,
+             const Tensor& ticket) {
   const int64_t num_tokens = q.size(0), num_q_heads = q.size(1), head_dim = q.size(2);
   const int64_t num_kv_heads = k_pool.size(1), page_size = k_pool.size(2);
   const TreeParams tree = tree_params(nodes, num_tokens);
-  const int64_t num_states =
-      num_scratch_states(tree.num_seqs, tree.num_reads, nodes.kv_indices.size(0), page_size);
+  const int64_t num_states = num_scratch_states(nodes, k_pool);
   const Tensor work = given_work ? *given_work
                                  : make_work_list(tree, q, num_q_heads, num_kv_heads, head_dim,
                                                   page_size, num_states, false, &ticket);
   const int64_t most_items = num_states * num_kv_heads;
-  const int64_t work_size = work_list_size(tree.num_seqs, tree.num_reads, most_items);
-  STD_TORCH_CHECK(work.numel() == work_size,
-                  "work must be what work_list makes of these arguments, ", work_size,
-                  " values, got ", work.numel());
   Tensor out = torch::stable::new_empty(q, {num_tokens, num_q_heads, head_dim});
   Tensor lse = torch::stable::new_empty(q, {num_tokens, num_q_heads}, ScalarType::Float);
   if (num_tokens == 0) return {out, lse};
@@ -214,7 +224,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   params.state_out = static_cast<float*>(state_out.data_ptr());
   params.state_lse_log2 = static_cast<float*>(state_lse.data_ptr());
   params.ticket = static_cast<int32_t*>(ticket.data_ptr());
-  params.may_start_early = given_work.has_value();
+  params.may_start_early = may_start_early;
   params.q_token_stride = stride_in_chunks(q, 0);
   params.q_head_stride = stride_in_chunks(q, 1);
   params.num_pages = static_cast<uint64_t>(k_pool.size(0));
@@ -262,7 +272,7 @@ State prefix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, 
                           sm_scale);
   }
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, new_ticket(q));
+  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, false, new_ticket(q));
 }
 
 State suffix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, Tensor kv_indptr,
@@ -274,7 +284,7 @@ State suffix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, 
                           kv_indptr, kv_indices, kv_len, first_slot, leaves, sm_scale);
   }
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
-  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, new_ticket(q));
+  return attend(q, k_pool, v_pool, nodes, sm_scale, std::nullopt, false, new_ticket(q));
 }
 
 State cascade_attention(Tensor q, Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor slots,
@@ -289,10 +299,12 @@ State cascade_attention(Tensor q, Tensor k, Tensor v, Tensor k_pool, Tensor v_po
                           q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves,
                           reader_indptr, readers, sm_scale, work);
   }
+  if (work) check_work_list(*work, nodes, k_pool);  // before the pools change
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   const Tensor ticket = new_ticket(q);
-  launch_append(k, v, k_pool, v_pool, slots, &ticket);
-  return attend(q, k_pool, v_pool, nodes, sm_scale, work, ticket);
+  launch_append(k, v, k_pool, v_pool, slots, q.size(0) > 0 ? &ticket : nullptr);
+  const bool is_step = k.size(0) == q.size(0);  // not several new tokens for one query
+  return attend(q, k_pool, v_pool, nodes, sm_scale, work, work && is_step, ticket);
 }
 
 }  // namespace hf_cascade

@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   const SharedMemory<Traits> shared{memory, params.num_stages};
   if (!params.may_start_early) ptx::wait_for_previous_kernel();
   // Their latency passes beside what follows.
-  const WorkHeader header = *params.work.header;
+  const WorkHeader header = load_header(params.work.header);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int32_t first_words = load_first_item<Traits>(params, warp);
   init_barriers(shared.control());

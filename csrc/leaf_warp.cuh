@@ -55,6 +55,7 @@ class LeafWarp {
 
   // For one who comes to help those.
   __device__ bool join(int num_places) {
+    ptx::wait_for_previous_kernel();  // the producer has, and this passes at once
     first_drawn_ = num_places * static_cast<int>(gridDim.x);
     become_next_item();
     return ticket_ < num_items_;
@@ -135,7 +136,8 @@ class LeafWarp {
     const int end_slot = word(words, offsetof(Item, end_slot));
     const int pages = word(words, offsetof(Item, pages));
     const int slot = align_slot(begin_slot) + (first + lane_) * kBoxTokens;
-    return slot < end_slot ? p_.tree.kv_indices[pages + (slot >> p_.page_size_log2)] : 0;
+    if (slot >= end_slot) return 0;
+    return __ldcg(p_.tree.kv_indices + pages + (slot >> p_.page_size_log2));
   }
 
   __device__ void take_next_item() {

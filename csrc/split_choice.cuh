@@ -89,7 +89,7 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
   SplitChoice result;
   int shared_choice, leaf_choice;
   if (shape.batch_invariant) {
-    const bool fits = shared_states + leaf_states <= shape.max_states || lane == 31;
+    const bool fits = int64_t{shared_states} + leaf_states <= shape.max_states || lane == 31;
     shared_choice = leaf_choice = __ffs(__ballot_sync(~0u, fits)) - 1;
     result.shared_split = result.leaf_split = ~shared_choice;
   } else {

@@ -169,11 +169,11 @@ static __global__ void __launch_bounds__(kWorkListThreads)
   const int most_leaf = min(work.most_items - num_shared, kMostLeafWarps * shape.num_ctas);
   for (int i = num_shared + first; i < most_shared; i += step) *work.shared_item(i) = {};
   for (int i = num_leaf + first; i < most_leaf; i += step) *work.leaf_item(i) = {};
-  if (!is_decode) return;
-  for (int i = first; i < num_items; i += step) {
+  for (int i = first; is_decode && i < num_items; i += step) {
     const int leaf = i - num_shared;
     *(leaf < 0 ? work.shared_item(i) : work.leaf_item(leaf)) = make_item(i, tree, tables, shape);
   }
+  __threadfence();  // for an attention kernel that does not wait: see append_kv.cuh
 }
 
 // CTAs for a list of at most so many items.

@@ -145,7 +145,8 @@ def work_list(
     """How `cascade_attention` cuts its work, found once a step for all layers of one shape.
 
     It depends on the values of the index arguments: make it after they changed, on the same
-    stream. Nothing waits for the host. On the CPU it is empty.
+    stream, and after older tokens were written to the pools, which a layer's attention may read
+    beside its append. Nothing waits for the host. On the CPU it is empty.
 
     Args:
         q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers: see

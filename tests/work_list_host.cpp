@@ -201,6 +201,7 @@ inline unsigned __reduce_min_sync(unsigned, unsigned value) {
   return *std::min_element(values, values + 32);
 }
 
+inline void __threadfence() {}
 inline uint32_t __float_as_uint(float value) { return host::bits_as<uint32_t>(value); }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
