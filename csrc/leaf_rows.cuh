@@ -47,7 +47,7 @@ struct LeafRows {
   }
 
   // 32 tokens, of which [begin, end) count: two blocks of 16 rows of K, and of V. Nothing else
-  // hides latencies here, so operands are on their way four steps ahead of their products: those of
+  // hides latencies here, so operands are on their way some steps ahead of their products: those of
   // V too, while the softmax is computed.
   __device__ void attend(uint32_t k, uint32_t v, int begin, int end, float scale_log2) {
     const int lane = threadIdx.x % 32;
@@ -94,7 +94,7 @@ struct LeafRows {
   }
 
  private:
-  static constexpr int kAhead = 4;
+  static constexpr int kAhead = kKeepsQuery ? 4 : 2;
   static_assert(kDepthSteps >= kAhead, "steps to be ahead of");
 
   // Address of a step's 16 values of a block, for this lane: `lane_row` is its row's chunk 0 or 1,

@@ -95,8 +95,8 @@ class Producer : TileLoader<Traits> {
       targets_[i] = item.target;
       tokens_[i] = 0;  // some row, for one token that does not exist
       if (item.first_read < 0 || t >= item.num_tokens) continue;
-      targets_[i] = p_.work.path[item.first_read + t];
-      if (first_token_ < 0) tokens_[i] = p_.work.read_tokens[item.first_read + t];
+      targets_[i] = __ldcg(p_.work.path + item.first_read + t);
+      if (first_token_ < 0) tokens_[i] = __ldcg(p_.work.read_tokens + item.first_read + t);
     }
   }
 

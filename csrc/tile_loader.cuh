@@ -51,7 +51,7 @@ class TileLoader {
     if (token >= tile.end) return {-1, 0};
     const int slot = start + token;
     const bool is_known = is_decode_ && tile.flags & Tile::kFirst;
-    return {is_known ? first_page_ : pages[slot >> p_.page_size_log2],
+    return {is_known ? first_page_ : __ldcg(pages + (slot >> p_.page_size_log2)),
             slot & ((1 << p_.page_size_log2) - 1)};
   }
 
