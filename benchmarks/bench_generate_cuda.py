@@ -263,7 +263,8 @@ def log_p_errors(model: LlamaForCausalLM, options: argparse.Namespace) -> tuple[
 
 
 def cell_name(text: str) -> str:
-    parse(text)  # before the GPU has worked for nothing
+    if min(parse(text)) < 1:  # before the GPU has worked for nothing
+        raise ValueError(f"documents, samples and tokens must be 1 or more, got {text!r}")
     return text
 
 

@@ -68,6 +68,8 @@ def run_checks(arguments: argparse.Namespace, folder: str) -> int:
     # The root is there for `benchmarks`: last of ours, or its hf_cascade would win.
     paths = [folder, str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": ":".join(paths), "PYTHONUNBUFFERED": "1"}
+    if "OUT" in environment:  # what runs does so in another folder
+        environment["OUT"] = os.path.abspath(environment["OUT"])
     # Without kernels every test would be skipped, which looks like success.
     # (Not from the checkout's root: there the folder hf_cascade would win over the linked package.)
     found = subprocess.run([sys.executable, "-c", REQUIRE_KERNELS], env=environment, cwd=folder)

@@ -89,13 +89,6 @@ def _is_ordinary(weight: Tensor) -> bool:
     return type(weight.data) is Tensor and not weight.is_meta
 
 
-def operands(layer: Linear) -> tuple[Tensor, Tensor | None]:
-    """(weight, bias) of the product that a compiled step makes for this layer."""
-    if _is_in_place(layer):
-        return vars(layer)[_PACK][0], None  # each layer adds its own bias
-    return layer.weight, layer.bias
-
-
 def unpack_linears(model: Any) -> None:
     """Make them plain linear layers again; their weights stay where they are."""
     for module in model.modules():

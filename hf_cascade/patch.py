@@ -53,10 +53,7 @@ def patch(
         pack_linears: lay the weights of layers that read the same input (q, k and v; gate and up)
             side by side, so that a compiled step multiplies by them at once. They stay the
             parameters they are, but `torch.save(layer.weight)` writes all that lie with it, also
-            after `unpatch`, which leaves them there: save a clone. Captured steps also multiply by
-            cuBLASLt where that is over 2% faster than cuBLAS, measured once for each number of rows
-            (logging.INFO): rounding may then differ from one process to the next, and between the
-            first call and later ones. With torch.use_deterministic_algorithms cuBLAS stays.
+            after `unpatch`, which leaves them there: save a clone.
         batch_invariant: for the CUDA kernels, cut each part of the KV by its own length alone and
             not by what is fastest for the whole batch: the bits of a decoded row's attention then
             do not depend on the other rows, at some cost in speed. That is, as long as these share

@@ -63,7 +63,7 @@ class Cascade:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.fusion = FusePass(batch_invariant=options.batch_invariant)
-        self.compiler = StepCompiler(chooses_blas=options.pack_linears)
+        self.compiler = StepCompiler()
         self.lock = threading.RLock()
         self._in_strict = threading.local()  # depth of `strict()` contexts in this thread
         # The running call last; there are several where generate runs inside generate.

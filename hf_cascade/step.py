@@ -13,14 +13,12 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .blas_choice import BlasChoice
 from .cache import CascadeCache
 from .capture import Capturer, Graph
 from .fuse import num_fused
@@ -34,16 +32,13 @@ _numbers = itertools.count()
 class StepCompiler:
     """What the decode steps of a model's calls have in common.
 
-    Args:
-        chooses_blas: captured steps multiply by whichever library is the faster.
     Attributes:
         failure: why steps can't be compiled here; None as long as they can.
     """
 
-    def __init__(self, *, chooses_blas: bool) -> None:
+    def __init__(self) -> None:
         self.failure: str | None = None
         self.capturer = Capturer()
-        self.blas = BlasChoice(self.capturer) if chooses_blas else None
         self._forwards: list[tuple[Any, CompiledForward]] = []
 
     def forward(self, model: Any, config: Any, *, must_compile: bool) -> CompiledForward:
@@ -133,12 +128,8 @@ class CompiledForward:
             with torch.compiler.set_stance("fail_on_recompile"):
                 return self._run(own)
 
-        ids, blas = next(tensors(inputs)), self._compiler.blas
         try:
-            with (
-                torch.cuda.device(ids.device),
-                blas.preferred(self._model, ids.device, len(ids)) if blas else nullcontext(),
-            ):
+            with torch.cuda.device(next(tensors(inputs)).device):
                 return self._compiler.capturer.capture(run, inputs)
         except torch.cuda.OutOfMemoryError:
             raise

@@ -116,7 +116,9 @@ def cascade_attention(
         work: what `work_list` returned for these index arguments, head counts and head_dim; made
             anew in every call, not batch invariant, if None. One of another size is an error; one
             that happens to have the size but not the head_dim or group_size stops the kernel, and
-            with it the CUDA context. On the CPU it is not looked at.
+            with it the CUDA context. With one, a sequence of a single query token must append that
+            token alone, the last of its leaf: the leaf's others are read before the append is done.
+            On the CPU it is not looked at.
     Returns:
         (out, lse) of each query token over its whole path.
     """

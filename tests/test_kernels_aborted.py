@@ -1,8 +1,8 @@
-"""Whoever comes after an aborted launch gets the same bits, and whoever aborted gets an error.
+"""An aborted launch is an error and no hang, and leaves the GPU to others as it was.
 
 A trap ends the CUDA context of its process, so that one is a child; a launch may also end because
-its process is killed amid it. What such a launch would leave in scratch and in ticket counters is
-test_kernels_schedule's `test_poisoned_scratch`.
+its process is killed amid it. Contexts share the GPU alone: what such a launch would leave in the
+scratch and ticket counters of its own is test_kernels_schedule's `test_poisoned_scratch`.
 """
 
 from __future__ import annotations

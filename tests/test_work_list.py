@@ -323,7 +323,8 @@ def test_ctas_have_work_where_there_is_enough(host):
         launch = launch_of(shape)
         work = make_list(host, launch)
         assert work.path_indptr[-1] <= launch.max_states
-        # Each kind of warp shares out its own; a CTA's first items of either go one to a CTA.
+        # Each kind of warp shares out its own; a CTA's first items of either go one to a CTA. A
+        # third of the CTAs is enough: where leaves take longer, fewer shared items are better.
         for kind, is_read in (("shared", lambda num: num > 1), ("leaf", lambda num: num <= 1)):
             num_tokens = sum(length for length, readers in shape.nodes() if is_read(len(readers)))
             if num_tokens * shape.num_kv_heads >= launch.num_ctas * SPLIT_UNIT:
