@@ -359,18 +359,23 @@ def main() -> None:
 
 
 def save(rows: list[dict], which: str, card: str, roofs: Roofs, source: str) -> None:
-    folder = Path(os.environ.get("OUT", RESULTS))
-    path = folder / f"attention_{which}.csv"
-    stamp = datetime.datetime.now(datetime.timezone.utc).date()
-    with path.open("w", newline="") as file:
-        file.write(
-            f"# {stamp} {card} reads {roofs.bytes_per_us / 1e6:.2f} TB/s"
-            f" matmul {roofs.flops_per_us / 1e6:.0f} TFLOP/s; {source}\n"
-        )
+    where = (
+        f"{card} reads {roofs.bytes_per_us / 1e6:.2f} TB/s"
+        f" matmul {roofs.flops_per_us / 1e6:.0f} TFLOP/s; {source}"
+    )
+    write_results(rows, f"attention_{which}.csv", where)
+
+
+def write_results(rows: list[dict], name: str, where: str, digits: int = 4) -> None:
+    """A table to $OUT, else to benchmarks/results/, under a line with the date and `where`."""
+    date = datetime.datetime.now(datetime.timezone.utc).date()
+    with (Path(os.environ.get("OUT", RESULTS)) / name).open("w", newline="") as file:
+        file.write(f"# {date} {where}\n")
         writer = csv.DictWriter(file, rows[0].keys())
         writer.writeheader()
         for row in rows:
-            writer.writerow({k: f"{v:.4g}" if isinstance(v, float) else v for k, v in row.items()})
+            cells = {k: f"{v:.{digits}g}" if isinstance(v, float) else v for k, v in row.items()}
+            writer.writerow(cells)
 
 
 def summarize(rows: list[dict]) -> None:

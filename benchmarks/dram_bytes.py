@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import csv
-import datetime
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -33,7 +31,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.bench_attention import HEAD_DIM, MAX_ERROR, RESULTS, build, error, grid
+from benchmarks.bench_attention import HEAD_DIM, MAX_ERROR, build, error, grid, write_results
 
 SHAPES = ("64x8192+128 32/8", "256x1024+128 32/32", "16x32768+128 32/32", "1x32768+128 32/8")
 KERNELS = {
@@ -76,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = make_rows(json.loads(counts.read_text()), read_launches(lines))
     print_rows(rows)
     save(rows)
-    return 0 if all(LEAST_READ < row["ratio"] <= MOST_READ for row in rows) else 1
+    return 0 if all(map(is_read_once, rows)) else 1
 
 
 def ncu_command(log: Path, counts: Path) -> list[str]:
@@ -158,17 +156,13 @@ def make_rows(counts: list[dict], launches: list[tuple[str, dict[str, float]]]) 
 def save(rows: list[dict]) -> None:
     version = subprocess.run(["ncu", "--version"], capture_output=True, text=True).stdout
     found = re.search(r"Version (\S+)", version)
-    stamp = datetime.datetime.now(datetime.timezone.utc).date()
-    path = Path(os.environ.get("OUT", RESULTS)) / "dram_bytes.csv"
-    with path.open("w", newline="") as file:
-        file.write(
-            f"# {stamp} {torch.cuda.get_device_name()} torch {torch.__version__}"
-            f" ncu {found[1] if found else 'of unknown version'}; bytes of a layer\n"
-        )
-        writer = csv.DictWriter(file, rows[0].keys())
-        writer.writeheader()
-        for row in rows:
-            writer.writerow({k: f"{v:.9g}" if isinstance(v, float) else v for k, v in row.items()})
+    where = f"{torch.cuda.get_device_name()} torch {torch.__version__}"
+    where += f" ncu {found[1] if found else 'of unknown version'}; bytes of a layer"
+    write_results(rows, "dram_bytes.csv", where, digits=9)
+
+
+def is_read_once(row: dict) -> bool:
+    return LEAST_READ < row["ratio"] <= MOST_READ
 
 
 def print_rows(rows: list[dict]) -> None:
@@ -177,7 +171,7 @@ def print_rows(rows: list[dict]) -> None:
     print(f"{'shape, MB of a layer':22}", *(f"{title:>9}" for title in titles), "read / KV")
     for row in rows:
         cells = (f"{row[column] / 1e6:9.2f}" for column in columns)
-        note = "  too much" if row["ratio"] > MOST_READ else ""
+        note = "" if is_read_once(row) else "  not once"
         print(f"{row['shape']:22}", *cells, f"{row['ratio']:9.3f}{note}")
 
 

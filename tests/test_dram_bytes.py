@@ -11,6 +11,7 @@ from benchmarks.dram_bytes import (
     KERNELS,
     METRICS,
     SHAPES,
+    is_read_once,
     make_rows,
     num_scratch_states,
     read_launches,
@@ -61,6 +62,11 @@ def test_the_last_layer_of_a_shape_counts():
     assert [row["shape"] for row in rows] == ["one", "other"]
     assert [row["ratio"] for row in rows] == [1, 3]
     assert [row["merge_written"] for row in rows] == [1, 3]
+
+
+def test_once_is_neither_twice_nor_never():
+    ratios = (0.0, 0.9, 1.0, 1.09, 1.11, 2.0, float("nan"))
+    assert [x for x in ratios if is_read_once({"ratio": x})] == [1.0, 1.09]
 
 
 @pytest.mark.parametrize("lost", [0, 4])

@@ -243,6 +243,22 @@ def test_rows_of_neighbours_are_consecutive(host, group_size):
     assert num_others > 20
 
 
+def test_who_looks_before_it_knows_finds_nothing(host):
+    """CTAs look at the first items of a producer and of leaf warps before they have the header."""
+    most_leaf_warps, num_empty = 6, 0  # kMostLeafWarps
+    for seed in SEEDS:
+        launch = random_launch(seed, 4, 6, prefills=seed % 3 == 0)
+        work = make_list(host, launch, num_ctas=1 + seed % 3, seed=seed)
+        words, is_decode = work.all_item_words, work.header["is_decode"]
+        end = len(words) - is_decode * work.header["num_leaf_items"]
+        for i in range(is_decode * work.header["num_shared_items"], end):
+            from_behind = len(words) - 1 - i
+            if i < launch.num_ctas or from_behind < most_leaf_warps * launch.num_ctas:
+                assert not words[i].any()
+                num_empty += 1
+    assert num_empty > 1000
+
+
 def test_tables_in_global_memory_make_the_same_list(host):
     for seed in SEEDS:
         launch = random_launch(seed, 4, 6, prefills=seed % 4 == 0)

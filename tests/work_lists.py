@@ -124,6 +124,7 @@ class WorkList:
     path: list[int]
     read_tokens: list[int]
     item_words: np.ndarray  # [num_items, len(ITEM)]
+    all_item_words: np.ndarray  # [most_items, len(ITEM)], also those that don't exist
 
     @cached_property
     def items(self) -> list[dict[str, int]]:
@@ -219,4 +220,6 @@ def _view(words: np.ndarray, launch: Launch, first_item: int) -> WorkList:
     items = words[first_item:].reshape(-1, len(ITEM))
     shared = items[: header["num_shared_items"] * header["is_decode"]]
     leaves = items[::-1][: header["num_leaf_items"] * header["is_decode"]]
-    return WorkList(words, header, *parts, item_words=np.concatenate([shared, leaves]))
+    return WorkList(
+        words, header, *parts, item_words=np.concatenate([shared, leaves]), all_item_words=items
+    )
