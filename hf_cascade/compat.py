@@ -2,13 +2,15 @@
 
 `CascadeGenerate` is mixed into a patched model's class, in front of the original one. Each hook
 does little: it asks the gates, opens the cache, runs the packed prefill; the decoding loop,
-processors, stopping and sampling stay transformers' own code, hence the same random stream.
+processors and stopping stay transformers' own code; what it draws tokens with may be ours (`draw`),
+with the same random stream.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -20,6 +22,7 @@ from transformers.generation import StoppingCriteriaList
 
 from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
+from .draw import replacements
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
 from .packing import pack_linears, unpack_linears
@@ -184,7 +187,10 @@ class CascadeGenerate:
         call = self.cascade.current
         if call is None or call.cache is None:
             return super()._sample(*args, **kwargs)  # type: ignore[misc]
-        return _late_sample(self, *args, **kwargs)
+        # The stop check is ours where stock's would be another than that of waiting, and so are
+        # the draws of compiled steps.
+        sample = _stock_sample(DeferredStopCheck=LateStopCheck, **replacements(call.draw))
+        return sample(self, *args, **kwargs)
 
     def _beam_search(self, *args, **kwargs):
         call = self.cascade.current
@@ -257,14 +263,13 @@ class _RowClosingCriteria(StoppingCriteriaList):
         return over
 
 
-# The stock loop, with a stop check of ours where it would take one of its own on some devices: the
-# same code, which finds that name among other globals.
-_late_sample = FunctionType(
-    GenerationMixin._sample.__code__,
-    {**GenerationMixin._sample.__globals__, "DeferredStopCheck": LateStopCheck},
-    "_sample",
-    GenerationMixin._sample.__defaults__,
-)
+def _stock_sample(**instead: Any) -> Callable[..., Any]:
+    """The stock loop: the same code, which finds other things by some of its global names."""
+    stock = GenerationMixin._sample
+    return FunctionType(
+        stock.__code__, {**stock.__globals__, **instead}, "_sample", stock.__defaults__
+    )
+
 
 _SWITCHED = "_hf_cascade_switched_configs"  # in the state of a copy
 _STEP_WATCHERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .cache import CascadeCache
+from .draw import Draw
 from .errors import CascadeFallbackWarning, UnsupportedCallError
 from .fuse import FusePass
 from .ops import kernels
@@ -215,6 +216,10 @@ class Call:
         else:
             self.prompt_tokens = rows.shape[0] * rows.shape[1]
         self.device = rows.device
+
+    def draw(self) -> Draw | None:
+        """What draws the tokens of the next step; None: torch's own softmax and multinomial."""
+        return None if self.step is None else self.step.draw
 
     def stats(self, page_bytes: int, allocator: PageAllocator) -> GenerateStats:
         cache = self.cache

@@ -9,11 +9,9 @@ Capturing is host work, and the GPU is busy with the prompt meanwhile.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,12 +19,12 @@ from torch import Tensor
 
 from .cache import CascadeCache
 from .capture import Capturer, Graph
+from .draw import Draw
 from .fuse import num_fused
 from .ops import kernels
+from .own_code import with_own_code
 
 logger = logging.getLogger("hf_cascade")
-
-_numbers = itertools.count()
 
 
 class StepCompiler:
@@ -34,11 +32,13 @@ class StepCompiler:
 
     Attributes:
         failure: why steps can't be compiled here; None as long as they can.
+        draw: draws tokens, compiled.
     """
 
     def __init__(self) -> None:
         self.failure: str | None = None
         self.capturer = Capturer()
+        self.draw = Draw()
         self._forwards: list[tuple[Any, CompiledForward]] = []
 
     def forward(self, model: Any, config: Any, *, must_compile: bool) -> CompiledForward:
@@ -52,18 +52,11 @@ class StepCompiler:
 
 
 def _call_of(model: Any) -> Callable[..., Any]:
-    """A function that calls the model and shares no code object with any other.
-
-    The compiler's limit of recompilations is one of a code object. `model.__call__` leads to
-    one that all models have in common, and they would use it up together.
-    """
-
+    # `model.__call__` leads to a code object that all models have in common.
     def call(**inputs: Any) -> Any:
         return model(**inputs)
 
-    # By file, line and name the compiler also recalls which sizes of a function have varied.
-    code = call.__code__.replace(co_name=f"decode_step_{next(_numbers)}")
-    return FunctionType(code, call.__globals__, code.co_name, None, call.__closure__)
+    return with_own_code(call, "decode_step")
 
 
 class CompiledForward:
@@ -89,6 +82,11 @@ class CompiledForward:
     def fused_layers(self) -> int:
         """Cascades that the compiler fused in it; 0 before its first run."""
         return self._fused_layers if self._compiler.failure is None else 0
+
+    @property
+    def draw(self) -> Draw | None:
+        """Draws the tokens after a step; None where nothing is known to compile."""
+        return self._compiler.draw if self._known and self._compiler.failure is None else None
 
     def __call__(self, inputs: dict[str, Any]) -> Any:
         """Run with inputs of any shapes, compiling what is not yet compiled."""
@@ -185,6 +183,11 @@ class DecodeStep:
     def fused_layers(self) -> int:
         """Layers whose attention was one call in the steps that have run; 0 before the first."""
         return self._forward.fused_layers if self._has_run else 0
+
+    @property
+    def draw(self) -> Draw | None:
+        """Draws the tokens after a step; None where nothing is known to compile."""
+        return self._forward.draw
 
     def __call__(self, **inputs: Any) -> Any:
         """One step of inputs as `prepare_inputs_for_generation` makes them.

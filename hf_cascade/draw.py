@@ -1,0 +1,118 @@
+"""Drawing each row's next token as torch.multinomial does, in a third of the passes over scores.
+
+For one draw a row, multinomial divides the probabilities by exponential noise and takes the
+largest quotient; stock generate makes the probabilities with a softmax before, and multinomial
+checks them in three passes of its own. A row's sum divides all of its quotients alike, and what
+the checks look for shows in the row's largest score. So here the same noise, of the same
+generator, meets exponentials that nobody normalized: the same tokens, up to ties within float32
+rounding, and the same random stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .own_code import with_own_code
+
+# A row is looked through in parts, so that few rows, too, keep a whole GPU busy.
+_MOST_PARTS = 32
+
+
+class Draw:
+    """A model's draws: how its scores' sizes are compiled is no other model's business."""
+
+    @cached_property
+    def _select(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return torch.compile(with_own_code(select, "select"))
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """One token a row, with probabilities softmax(scores), from the default generator.
+
+        Args:
+            scores: [batch, vocab_size] float32.
+        Returns:
+            [batch] int64.
+        Raises:
+            RuntimeError: a row holds NaN or +inf, or nothing but -inf. As with multinomial, a GPU
+                says so at some later call, and the CUDA context is lost.
+        """
+        noise = torch.empty_like(scores, memory_format=torch.contiguous_format).exponential_()
+        if scores.shape[0] > 1:
+            for each in (scores, noise):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
+        tokens, is_valid = self._select(scores, noise)
+        torch._assert_async(is_valid, "scores hold inf or nan, or a row without a possible token")
+        return tokens
+
+
+def select(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """The token of each row whose exp(score) / noise is largest, and whether all rows have one.
+
+    Args:
+        scores, noise: [batch, vocab_size] float32, the noise above 0.
+    Returns:
+        (tokens, is_valid): [batch] int64 and a bool.
+    """
+    parts = _num_parts(scores.shape[1])
+    scores, noise = (x.unflatten(1, (parts, -1)) for x in (scores, noise))
+    highest = scores.amax(2).amax(1)
+    quotients = (scores - highest[:, None, None]).exp() / noise
+    part = quotients.amax(2).argmax(1, keepdim=True)
+    within = quotients.argmax(2).gather(1, part)
+    return (part * scores.shape[2] + within).squeeze(1), highest.isfinite().all()
+
+
+def _num_parts(size: int) -> int:
+    return max(parts for parts in range(1, _MOST_PARTS + 1) if size % parts == 0)
+
+
+def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
+    """`torch` and `nn` for the code of stock `_sample` to find in place of torch's.
+
+    Args:
+        draw: asked before each step; None if that samples with softmax and multinomial.
+    """
+
+    def softmax(scores: Tensor, dim: int) -> Tensor | _Drawable:
+        by = draw()
+        fits = scores.ndim == 2 and scores.dtype == torch.float32 and dim in (-1, 1)
+        if by is None or not fits or not scores.numel():
+            return nn.functional.softmax(scores, dim=dim)
+        return _Drawable(scores, by)
+
+    def multinomial(probabilities: Tensor | _Drawable, num_samples: int) -> Tensor:
+        if isinstance(probabilities, _Drawable):
+            assert num_samples == 1, "stock generate has changed"
+            return probabilities.by(probabilities.scores)[:, None]
+        return torch.multinomial(probabilities, num_samples=num_samples)
+
+    functional = _Instead(nn.functional, softmax=softmax)
+    return {
+        "nn": _Instead(nn, functional=functional),
+        "torch": _Instead(torch, multinomial=multinomial),
+    }
+
+
+@dataclass(frozen=True)
+class _Drawable:
+    """In place of probabilities: scores of which they are the softmax."""
+
+    scores: Tensor
+    by: Draw
+
+
+class _Instead:
+    """A module with some of its names replaced."""
+
+    def __init__(self, module: Any, **replaced: Any) -> None:
+        self._module = module
+        vars(self).update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)

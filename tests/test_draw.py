@@ -1,0 +1,156 @@
+"""Tokens are drawn as torch.multinomial draws them: the same ones, by the same random stream."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_cascade
+from hf_cascade.draw import Draw, replacements, select
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=pytest.mark.skipif(
+            not torch.cuda.is_available(), reason="torch finds no CUDA device"
+        ),
+    ),
+]
+over_devices = pytest.mark.parametrize("device", DEVICES)
+
+
+def multinomial(scores: Tensor) -> Tensor:
+    return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+
+
+def eager(scores: Tensor) -> Tensor:
+    return select(scores, torch.empty_like(scores).exponential_())[0]
+
+
+def drawn(by: Callable[[Tensor], Tensor], scores: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+    """The tokens, and what the generator gives next."""
+    torch.manual_seed(seed)
+    return by(scores), torch.rand(3, device=scores.device)
+
+
+@over_devices
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("vocab_size", [1, 2, 61, 509, 32000, 50257])
+def test_tokens_and_stream_are_multinomial_s(vocab_size, compiled, device) -> None:
+    by = Draw() if compiled else eager
+    for batch in (1, 2, 17, 64):
+        scores = 4 * torch.randn(batch, vocab_size, device=device)
+        scores[:, 1::3] = -torch.inf  # as top-k leaves it
+        for seed in range(3):
+            tokens, after = drawn(by, scores, seed)
+            expected, expected_after = drawn(multinomial, scores, seed)
+            assert torch.equal(tokens, expected)
+            assert torch.equal(after, expected_after)
+
+
+@over_devices
+@pytest.mark.parametrize("scale", [1e-30, 1e3, 1e30])
+def test_scores_of_any_size(scale, device) -> None:
+    scores = scale * torch.randn(20, 300, device=device)
+    for seed in range(5):
+        found, expected = (drawn(by, scores, seed)[0] for by in (eager, multinomial))
+        assert torch.equal(found, expected)
+
+
+def test_it_draws_by_probability() -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    torch.manual_seed(0)
+    tokens = eager(probabilities.log().expand(40_000, 4))
+    found = tokens.bincount(minlength=4) / len(tokens)
+    assert (found - probabilities).abs().max() < 0.01
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_scores_that_are_no_scores_are_an_error(bad) -> None:
+    scores = torch.zeros(3, 61)
+    scores[1, 17] = bad
+    with pytest.raises(RuntimeError):
+        multinomial(scores)
+    with pytest.raises(RuntimeError, match="scores hold inf or nan"):
+        Draw()(scores)
+
+
+def test_a_row_without_a_token_is_an_error() -> None:
+    scores = torch.zeros(3, 61)
+    scores[1] = -torch.inf
+    with pytest.raises(RuntimeError):
+        multinomial(scores)
+    with pytest.raises(RuntimeError, match="without a possible token"):
+        Draw()(scores)
+
+
+def test_it_does_not_change_the_scores() -> None:
+    scores = torch.randn(4, 61)
+    before = scores.clone()
+    Draw()(scores)
+    assert torch.equal(scores, before)
+
+
+def test_what_does_not_fit_goes_to_torch() -> None:
+    def refuse(scores: Tensor) -> Tensor:
+        raise AssertionError("drawn here")
+
+    for by, scores in (
+        (None, torch.randn(4, 9)),
+        (refuse, torch.randn(9)),
+        (refuse, torch.randn(4, 9, dtype=torch.float64)),
+        (refuse, torch.randn(0, 9)),
+    ):
+        names = replacements(lambda by=by: by)
+        probabilities = names["nn"].functional.softmax(scores, dim=-1)
+        assert torch.equal(probabilities, scores.softmax(-1))
+        if scores.numel():
+            torch.manual_seed(0)
+            found = names["torch"].multinomial(probabilities, num_samples=1)
+            torch.manual_seed(0)
+            assert torch.equal(found, torch.multinomial(probabilities, num_samples=1))
+    assert names["torch"].float32 is torch.float32
+    assert names["nn"].Linear is torch.nn.Linear
+
+
+@pytest.fixture
+def stock() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, initializer_range=0.4,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def test_compiled_calls_draw_here_and_others_do_not(stock, monkeypatch) -> None:
+    """At first the prompt's tokens are torch's, for it is not known whether anything compiles."""
+    draws: list[int] = []
+    call = Draw.__call__
+    monkeypatch.setattr(Draw, "__call__", lambda *args: draws.append(1) or call(*args))
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+    ids = torch.randint(3, 61, (1, 9))
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 8}
+
+    def tokens(of: PreTrainedModel, **more) -> Tensor:
+        torch.manual_seed(1)
+        return of.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
+
+    expected = tokens(stock)
+    for expected_draws in (7, 8):
+        draws.clear()
+        assert torch.equal(tokens(model), expected)
+        assert len(draws) == expected_draws
+    draws.clear()
+    assert torch.equal(tokens(model, disable_compile=True), expected)
+    assert not draws
+
+
+def test_stock_generate_samples_by_these_names() -> None:
+    # As globals of its loop: renamed, they would silently be left alone.
+    names = GenerationMixin._sample.__code__.co_names
+    assert {"nn", "functional", "softmax", "torch", "multinomial"} <= set(names)
