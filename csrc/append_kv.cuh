@@ -1,16 +1,20 @@
-// Writing new K and V into pages.
+// Writing new K and V into pages; in a kernel of its own, q and K are rotated by RoPE on the way.
 //
-// A thread moves 16 bytes of K and the same of V, for one token and head; the threads of a head's
-// row lie side by side, so reads and writes are whole rows of head_dim.
-//   Memory   k and v once in, once out; one slot lookup a thread, shared by the row through L1.
+// A thread moves 16 bytes of K and the same of V, for one token and head, or 16 bytes of q; the
+// threads of a head's row lie side by side, so reads and writes are whole rows of head_dim.
+//   Memory   k and v once in, once out; one slot lookup a thread, shared by the row through L1. A
+//            thread that rotates also reads the chunk that is its partner, from L1 too.
 //   Also     sets the ticket counters of the attention launch that follows to 0: nothing of an
 //            earlier launch, finished or not, can leak into it.
 #pragma once
 
 #include "params.h"
 #include "ptx.cuh"
+#include "rotary.cuh"
 
 namespace hf_cascade {
+
+constexpr int kMostAppendThreads = 1024;  // of a CTA that rotates
 
 struct AppendParams {
   const void* k;  // [num_tokens, num_kv_heads, head_dim], strides below, in 16-byte chunks
@@ -25,17 +29,35 @@ struct AppendParams {
   bool is_late;        // waits before it writes; see forced_schedule.h
 };
 
-static __global__ void append_kv_kernel(const AppendParams params) {
-  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+// What comes before the first read: for all threads, of which two have an index below 2.
+__device__ __forceinline__ void begin_append(const AppendParams& params, int64_t index) {
   // The attention kernel that follows waits for us itself. What it reads before that, the work list
   // and tokens of earlier steps, was written by kernels that let nobody start before their end, and
-  // those of ours that may come right before us (work_list_kernel, this one alone) fence what they
-  // wrote: the end of a kernel lets the next one start, but only a wait is sure to see its writes.
+  // those of ours that may come right before us (work_list_kernel, append_kv_kernel alone) fence
+  // what they wrote: the end of a kernel lets the next one start, but only a wait is sure to see
+  // its writes.
   if (params.ticket) ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernel();
-  if (thread < 2 && params.ticket) params.ticket[thread] = 0;
+  if (index < 2 && params.ticket) params.ticket[index] = 0;
   for (int i = 0; params.is_late && i < 20; ++i) __nanosleep(1000);
+}
 
+// A chunk of a head's K and V, to its slot in the pools; a negative slot drops it.
+__device__ __forceinline__ void store_in_slot(const AppendParams& params, int32_t slot, int head,
+                                              int chunk, const int4& k, const int4& v) {
+  if (slot < 0) return;
+  const int64_t page = slot / params.page_size;
+  const int offset = slot % params.page_size;
+  const int64_t target =
+      ((page * params.num_kv_heads + head) * params.page_size + offset) * params.chunks_per_row +
+      chunk;
+  static_cast<int4*>(params.k_pool)[target] = k;
+  static_cast<int4*>(params.v_pool)[target] = v;
+}
+
+static __global__ void append_kv_kernel(const AppendParams params) {
+  const int64_t thread = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  begin_append(params, thread);
   const int64_t chunks_per_token = int64_t{params.num_kv_heads} * params.chunks_per_row;
   const int64_t token = thread / chunks_per_token;
   if (token >= params.num_tokens) return;
@@ -47,15 +69,60 @@ static __global__ void append_kv_kernel(const AppendParams params) {
       params.k)[token * params.k_token_stride + head * params.k_head_stride + chunk];
   const int4 v = static_cast<const int4*>(
       params.v)[token * params.v_token_stride + head * params.v_head_stride + chunk];
-  if (slot < 0) return;
-  const int64_t page = slot / params.page_size;
-  const int offset = slot % params.page_size;
-  const int64_t target =
-      ((page * params.num_kv_heads + head) * params.page_size + offset) * params.chunks_per_row +
-      chunk;
-  static_cast<int4*>(params.k_pool)[target] = k;
-  static_cast<int4*>(params.v_pool)[target] = v;
+  store_in_slot(params, slot, head, chunk, k, v);
   if (!params.ticket) __threadfence();  // see above
+}
+
+struct RotateParams {
+  const void* q;    // [num_tokens, num_q_heads, head_dim], strides below, in 16-byte chunks
+  void* rotated;    // the same, contiguous: q for the attention kernel
+  const void* cos;  // [num_tokens, rotary_dim] of Angle, stride below, in 16-byte chunks
+  const void* sin;
+  int64_t q_token_stride, q_head_stride, cos_token_stride, sin_token_stride;
+  int num_q_heads;
+  int half_chunks;  // rotary_dim / 2 in 16-byte chunks of q
+};
+
+// A CTA has a token (x) or, where that is more than a CTA's threads, a part of it (y). Large CTAs
+// on few multiprocessors: on the others the attention kernel can begin. A thread has a chunk of a
+// head of q or, after those, of K and V.
+template <typename T, typename Angle>
+__global__ void __launch_bounds__(kMostAppendThreads)
+    rotate_and_append_kernel(const AppendParams params, const RotateParams rope) {
+  const int part = static_cast<int>(blockIdx.y * blockDim.x + threadIdx.x);
+  begin_append(params, int64_t{blockIdx.x} * gridDim.y * blockDim.x + part);
+
+  const int64_t token = blockIdx.x;
+  const int row = part / params.chunks_per_row, chunk = part % params.chunks_per_row;
+  const int head = row - rope.num_q_heads;  // of K and V; below 0: of q
+  if (head >= params.num_kv_heads) return;
+  const int4* source = head < 0 ? static_cast<const int4*>(rope.q) + token * rope.q_token_stride +
+                                      row * rope.q_head_stride
+                                : static_cast<const int4*>(params.k) +
+                                      token * params.k_token_stride + head * params.k_head_stride;
+  // All loads under way together.
+  const int32_t slot = head < 0 ? -1 : params.slots[token];
+  int4 v = {};
+  if (head >= 0) {
+    v = static_cast<const int4*>(
+        params.v)[token * params.v_token_stride + head * params.v_head_stride + chunk];
+  }
+  int4 x = source[chunk];
+  if (chunk < 2 * rope.half_chunks) {
+    const bool is_first = chunk < rope.half_chunks;
+    const int4 partner = source[is_first ? chunk + rope.half_chunks : chunk - rope.half_chunks];
+    const AngleChunk<Angle> cos(static_cast<const int4*>(rope.cos) + token * rope.cos_token_stride,
+                                chunk);
+    const AngleChunk<Angle> sin(static_cast<const int4*>(rope.sin) + token * rope.sin_token_stride,
+                                chunk);
+    x = rotate<T>(x, partner, is_first, cos, sin);
+  }
+  if (head < 0) {
+    const int64_t target = (token * rope.num_q_heads + row) * params.chunks_per_row + chunk;
+    static_cast<int4*>(rope.rotated)[target] = x;
+  } else {
+    store_in_slot(params, slot, head, chunk, x, v);
+  }
 }
 
 }  // namespace hf_cascade

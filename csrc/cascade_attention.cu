@@ -290,21 +290,29 @@ State suffix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, 
 State cascade_attention(Tensor q, Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor slots,
                         Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
                         Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,
-                        double sm_scale, std::optional<Tensor> work) {
+                        double sm_scale, std::optional<Tensor> work, std::optional<Tensor> cos,
+                        std::optional<Tensor> sin) {
   const Nodes nodes{q_indptr,   kv_indptr, kv_indices,     kv_len,
                     first_slot, &leaves,   &reader_indptr, &readers};
+  const bool rotates = cos || sin;
   if (!is_served(q, k_pool, v_pool, nodes, sm_scale) || !can_append(k, v, k_pool, v_pool, slots) ||
-      (work && !is_index(*work, q))) {
+      (work && !is_index(*work, q)) || (rotates && !(cos && sin && can_rotate(q, k, *cos, *sin)))) {
     return composed_state("hf_cascade::composed_cascade_attention", q, k, v, k_pool, v_pool, slots,
                           q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves,
-                          reader_indptr, readers, sm_scale, work);
+                          reader_indptr, readers, sm_scale, work, cos, sin);
   }
   if (work) check_work_list(*work, nodes, k_pool);  // before the pools change
   const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
   const Tensor ticket = new_ticket(q);
-  launch_append(k, v, k_pool, v_pool, slots, q.size(0) > 0 ? &ticket : nullptr);
+  const Tensor* counters = q.size(0) > 0 ? &ticket : nullptr;
   const bool is_step = k.size(0) == q.size(0);  // not several new tokens for one query
-  return attend(q, k_pool, v_pool, nodes, sm_scale, work, work && is_step, ticket);
+  if (!rotates) {
+    launch_append(k, v, k_pool, v_pool, slots, counters);
+    return attend(q, k_pool, v_pool, nodes, sm_scale, work, work && is_step, ticket);
+  }
+  const Tensor rotated = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2)});
+  launch_rotating_append(q, k, v, k_pool, v_pool, slots, *cos, *sin, rotated, counters);
+  return attend(rotated, k_pool, v_pool, nodes, sm_scale, work, work && is_step, ticket);
 }
 
 }  // namespace hf_cascade

@@ -82,13 +82,13 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 // before it. Every kernel launched this way waits (ptx::wait_for_previous_kernel) before it touches
 // what that one writes. Code for other GPUs has no such wait, so there a launch is an ordinary one.
 template <typename... Params>
-void launch(const char* what, void (*kernel)(Params...), int num_ctas, int num_threads,
+void launch(const char* what, void (*kernel)(Params...), dim3 num_ctas, int num_threads,
             int shared_bytes, cudaStream_t stream, const Params&... params) {
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(num_ctas);
+  config.gridDim = num_ctas;
   config.blockDim = dim3(num_threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

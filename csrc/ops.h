@@ -17,6 +17,11 @@ bool can_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Te
 // Appends and, where there is one, sets `ticket`, two int32, to 0 for the launch that follows.
 void launch_append(const Tensor& k, const Tensor& v, const Tensor& k_pool, const Tensor& v_pool,
                    const Tensor& slots, const Tensor* ticket);
+// The same for an append that applies RoPE to k, and to q: into `rotated`, contiguous, shaped as q.
+bool can_rotate(const Tensor& q, const Tensor& k, const Tensor& cos, const Tensor& sin);
+void launch_rotating_append(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& k_pool,
+                            const Tensor& v_pool, const Tensor& slots, const Tensor& cos,
+                            const Tensor& sin, const Tensor& rotated, const Tensor* ticket);
 
 Tensor work_list(Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
                  Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,
@@ -31,6 +36,7 @@ State suffix_attention(Tensor q, Tensor k_pool, Tensor v_pool, Tensor q_indptr, 
 State cascade_attention(Tensor q, Tensor k, Tensor v, Tensor k_pool, Tensor v_pool, Tensor slots,
                         Tensor q_indptr, Tensor kv_indptr, Tensor kv_indices, Tensor kv_len,
                         Tensor first_slot, Tensor leaves, Tensor reader_indptr, Tensor readers,
-                        double sm_scale, std::optional<Tensor> work);
+                        double sm_scale, std::optional<Tensor> work, std::optional<Tensor> cos,
+                        std::optional<Tensor> sin);
 
 }  // namespace hf_cascade

@@ -12,7 +12,7 @@ reads in between.
 Of equal products, which `packing` leaves behind, one is kept.
 
 Where CUDA kernels serve, cascades over the same nodes also share one `work_list`, put before the
-first of them: all layers of a model do.
+first of them: all layers of a model do. And they rotate q and k themselves (`fuse_rope`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from torch._higher_order_ops.auto_functionalize import auto_functionalized_v2
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
+from . import fuse_rope
 from .ops import kernels  # importing ops declares the ops that are named below
 
 _OPS = torch.ops.hf_cascade
@@ -59,9 +60,9 @@ class FusePass(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         _merge_equals(graph)
         merges = graph.find_nodes(op="call_function", target=_OPS.merge_state.default)
-        work_lists: dict[tuple, Node] = {}
+        made: dict[tuple, Node] = {}
         counters["inductor"][_COUNTER] += sum(
-            _fuse(merge, work_lists, self.batch_invariant) for merge in merges
+            _fuse(merge, made, self.batch_invariant) for merge in merges
         )
         if self.then is not None:
             self.then(graph)
@@ -73,7 +74,7 @@ class FusePass(CustomGraphPass):
         """What the compile cache keys on; None (no caching) if the chained pass has no key."""
         library = kernels.status().library
         own = (
-            get_hash_for_files((__file__,)),
+            get_hash_for_files((__file__, fuse_rope.__file__)),
             None if library is None else library.name,
             self.batch_invariant,
         )
@@ -139,8 +140,11 @@ def _hashable(value: Any) -> Any:
     return value if isinstance(value, Node) else (type(value), value)
 
 
-def _fuse(merge: Node, work_lists: dict[tuple, Node], batch_invariant: bool) -> bool:
-    """Fuse the cascade that ends in this merge_state; False if there is none."""
+def _fuse(merge: Node, made: dict[tuple, Node], batch_invariant: bool) -> bool:
+    """Fuse the cascade that ends in this merge_state; False if there is none.
+
+    `made`: what the fused calls before it in the graph have in common.
+    """
     states = _states(merge)
     if states is None:
         return False
@@ -161,7 +165,7 @@ def _fuse(merge: Node, work_lists: dict[tuple, Node], batch_invariant: bool) -> 
     kwargs |= {name: prefix[name] for name in ("reader_indptr", "readers")}
     with graph.inserting_before(merge):
         pool = prefix["k_pool"].meta["val"]
-        kwargs["work"] = _work_list(graph, kwargs, pool, work_lists, batch_invariant)
+        kwargs["work"] = _work_list(graph, kwargs, pool, made, batch_invariant)
         fused = graph.call_function(
             auto_functionalized_v2, (_OPS.cascade_attention.default,), kwargs
         )
@@ -174,6 +178,8 @@ def _fuse(merge: Node, work_lists: dict[tuple, Node], batch_invariant: bool) -> 
     _redirect(append, {1: results[2], 2: results[3]}, apart_from={n for n, _ in states})
     for node in (merge, *(n for n, _ in states), append):
         _erase(node)
+    if kwargs["work"] is not None:  # kernels serve; Inductor's own RoPE is faster than operators
+        fuse_rope.fuse_rope(fused, made)
     return True
 
 
@@ -184,7 +190,7 @@ def _work_list(
     made: dict[tuple, Node],
     batch_invariant: bool,
 ) -> Node | None:
-    """The work list of a fused call; `made` has those of the calls before it in the graph."""
+    """The work list of a fused call, None where no kernels serve it."""
     q = kwargs["q"].meta["val"]
     if not kernels.serve(pool) or q.dtype != pool.dtype:
         return None

@@ -26,7 +26,14 @@ from torch import Tensor
 
 from . import composed
 from .append import append_kv
-from .checks import check_leaves, check_nodes, check_queries, check_readers
+from .checks import (
+    check_leaves,
+    check_nodes,
+    check_queries,
+    check_readers,
+    check_rotation,
+    check_rows,
+)
 from .library import define
 from .merge import merge_state
 
@@ -106,6 +113,8 @@ def cascade_attention(
     readers: Tensor,
     sm_scale: float,
     work: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Append new K and V, then attend to prefix and suffix and merge: a layer's whole attention.
 
@@ -119,12 +128,16 @@ def cascade_attention(
             with it the CUDA context. With one, a sequence of a single query token must append that
             token alone, the last of its leaf: the leaf's others are read before the append is done.
             On the CPU it is not looked at.
+        cos, sin: [num_tokens, rotary_dim], typed like q or float32. With them q and k come before
+            RoPE, as many tokens of one as of the other, and the first rotary_dim values x of each
+            head become x cos + rotate_half(x) sin, where rotate_half makes (-b, a) of their halves
+            (a, b): in float32, rounded once to q's dtype. The other values stay.
     Returns:
         (out, lse) of each query token over its whole path.
     """
     return torch.ops.hf_cascade.cascade_attention(
         q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
-        leaves, reader_indptr, readers, sm_scale, work,
+        leaves, reader_indptr, readers, sm_scale, work, cos, sin,
     )  # fmt: skip
 
 
@@ -225,8 +238,11 @@ def _suffix_attention_fake(
 
 def _cascade_attention(
     q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
-    leaves, reader_indptr, readers, sm_scale, work=None,
+    leaves, reader_indptr, readers, sm_scale, work=None, cos=None, sin=None,
 ):  # fmt: skip
+    if not (cos is None and sin is None):
+        _check_rotation(q, k, k_pool, v_pool, cos, sin)
+        q, k = (composed.rotate(x, cos, sin) for x in (q, k))
     append_kv(k, v, k_pool, v_pool, slots)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     suffix = _suffix_attention(q, k_pool, v_pool, *nodes, leaves, sm_scale)
@@ -238,8 +254,10 @@ def _cascade_attention(
 
 def _cascade_attention_fake(
     q, k, v, k_pool, v_pool, slots, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
-    leaves, reader_indptr, readers, sm_scale, work=None,
+    leaves, reader_indptr, readers, sm_scale, work=None, cos=None, sin=None,
 ):  # fmt: skip
+    if not (cos is None and sin is None):
+        _check_rotation(q, k, k_pool, v_pool, cos, sin)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     append_kv(k, v, k_pool, v_pool, slots)
     _check_prefix(q, k_pool, v_pool, *nodes, reader_indptr, readers)
@@ -285,6 +303,12 @@ def _check_prefix(
     check_readers(reader_indptr, readers, kv_len, q)
 
 
+def _check_rotation(q, k, k_pool, v_pool, cos, sin):
+    check_queries(q, k_pool, v_pool)
+    check_rows("k", k, k_pool)
+    check_rotation(cos, sin, q, k)
+
+
 def _check_work_list(
     q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
     page_size, num_q_heads, num_kv_heads, head_dim,
@@ -322,8 +346,8 @@ define(
 )
 define(
     "cascade_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    f"Tensor slots, {_NODES}, Tensor leaves, {_READERS}, float sm_scale, Tensor? work=None) "
-    "-> (Tensor, Tensor)",
+    f"Tensor slots, {_NODES}, Tensor leaves, {_READERS}, float sm_scale, Tensor? work=None, "
+    "Tensor? cos=None, Tensor? sin=None) -> (Tensor, Tensor)",
     implementation=_cascade_attention,
     fake=_cascade_attention_fake,
 )

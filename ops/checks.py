@@ -80,6 +80,41 @@ def check_queries(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> None:
         )
 
 
+def check_rotation(cos: Tensor | None, sin: Tensor | None, q: Tensor, k: Tensor) -> None:
+    """`cos` and `sin` [num_tokens, rotary_dim], alike, of tokens of which each has a q and a k."""
+    if cos is None or sin is None:
+        missing = "cos" if cos is None else "sin"
+        raise ValueError(f"cos and sin must be given both or not at all, got no {missing}")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles.ndim != 2:
+            raise ValueError(
+                f"{name} must be [num_tokens, rotary_dim], got {angles.ndim} dimensions"
+            )
+        if angles.dtype not in (q.dtype, torch.float32):
+            raise ValueError(f"{name} must be {q.dtype} like q or float32, got {angles.dtype}")
+        if angles.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} like q, got {angles.device}")
+        if angles.shape[0] != q.shape[0]:
+            raise ValueError(
+                f"{name} must have as many tokens as q, {q.shape[0]}, got {angles.shape[0]}"
+            )
+    if not (cos.shape == sin.shape and cos.dtype == sin.dtype):
+        raise ValueError(
+            f"sin must be like cos ({tuple(cos.shape)}, {cos.dtype}), "
+            f"got {tuple(sin.shape)}, {sin.dtype}"
+        )
+    rotary_dim, head_dim = cos.shape[1], q.shape[2]
+    if not (0 < rotary_dim <= head_dim and rotary_dim % 2 == 0):
+        raise ValueError(
+            f"cos must have a rotary_dim that is even and at most head_dim = {head_dim}, "
+            f"got {rotary_dim}"
+        )
+    if k.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"k must have as many tokens as q to be rotated like it, {q.shape[0]}, got {k.shape[0]}"
+        )
+
+
 def check_nodes(
     q: Tensor,
     q_indptr: Tensor,

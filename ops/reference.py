@@ -107,13 +107,30 @@ def cascade_attention(
     readers: Tensor,
     sm_scale: float,
     work: Tensor | None = None,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append, then attend to prefixes and suffixes, then merge; `work` changes how, not what."""
+    """Append, then attend to prefixes and suffixes, then merge; `work` changes how, not what.
+
+    With `cos` and `sin`, q and k are rotated first.
+    """
+    if cos is not None and sin is not None:
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     append_kv(k, v, k_pool, v_pool, slots)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     prefix = prefix_attention(q, k_pool, v_pool, *nodes, reader_indptr, readers, sm_scale)
     suffix = suffix_attention(q, k_pool, v_pool, *nodes, leaves, sm_scale)
     return merge_state(*prefix, *suffix)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """RoPE: each pair (a, b), of a first and a second half, turns by its angle."""
+    half, rotated = cos.shape[1] // 2, x.clone()
+    cos, sin = cos.float()[:, None], sin.float()[:, None]
+    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    rotated[..., :half] = a * cos[..., :half] - b * sin[..., :half]
+    rotated[..., half : 2 * half] = b * cos[..., half:] + a * sin[..., half:]
+    return rotated
 
 
 def _empty_state(q: Tensor) -> tuple[Tensor, Tensor]:

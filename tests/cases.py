@@ -324,6 +324,27 @@ def reorder(tree: PagedTree, order: Sequence[int]) -> PagedTree:
     )
 
 
+def angles(
+    num_tokens: int, rotary_dim: int, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """cos and sin as `cascade_attention` takes them: any numbers, other ones for each half."""
+    random = torch.Generator().manual_seed(rotary_dim)
+    shape = (num_tokens, rotary_dim)
+    return {name: torch.randn(shape, generator=random).to(dtype) for name in ("cos", "sin")}
+
+
+def rotated(args: dict, cos: Tensor, sin: Tensor) -> dict:
+    """The same arguments, RoPE applied to q and k: in float32, rounded once to their dtype."""
+    return args | {name: _rotated(args[name], cos[:, None], sin[:, None]) for name in ("q", "k")}
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    turning, passed = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
+    a, b = turning.chunk(2, -1)
+    turned = turning * cos.float() + torch.cat([-b, a], -1) * sin.float()
+    return torch.cat([turned.to(x.dtype), passed], -1)
+
+
 def int32(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 

@@ -95,3 +95,13 @@ def header_of(args: dict, **options) -> dict[str, int]:
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def poison(byte: int) -> None:
+    """Fill the memory of a new pool, whole segments of it: for small tensors and for large ones."""
+    sizes = [1 << 20] * 8 + [256 << 20]
+    blocks = [torch.full((n,), byte, dtype=torch.uint8, device="cuda") for n in sizes]
+    del blocks
+    for size in (8, 4 << 10, 8 << 20):  # it is there, and it is what others get
+        found = torch.empty(size, dtype=torch.uint8, device="cuda").cpu()
+        assert (found == byte).all()

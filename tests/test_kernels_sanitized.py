@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import FOREST, Tree, build
+from cases import FOREST, Tree, angles, build, rotated
 from hf_cascade.ops import reference
 from kernel_calls import (
     as_kernels_take,
@@ -37,6 +37,20 @@ def test_sanitized_attention(tree, head_dim):
     states = [ops.cascade_attention(**args, work=work) for work in (None, work_of(args))]
     for state in states:
         assert_part_attends(paged, "paths", tuple(x.cpu() for x in state))
+
+
+@pytest.mark.parametrize("angle_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rotary_dim", [32, 128])
+@pytest.mark.parametrize("tree", [DECODE, FOREST], ids=["decode", "prefill"])
+def test_sanitized_rope(tree, rotary_dim, angle_dtype):
+    paged = build(as_kernels_take(tree, head_dim=128), torch.bfloat16)
+    args = on_gpu(paged.before_append(), ops.cascade_attention)
+    turn = angles(len(args["q"]), rotary_dim, angle_dtype)
+    cos, sin = (turn[name].cuda() for name in ("cos", "sin"))
+    first = rotated(args, cos, sin) | {name: args[name].clone() for name in ("k_pool", "v_pool")}
+    expected = ops.cascade_attention(**first, work=work_of(args))
+    state = ops.cascade_attention(**args, work=work_of(args), cos=cos, sin=sin)
+    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
 
 
 def test_sanitized_parts():

@@ -18,6 +18,7 @@ from kernel_calls import (
     header_of,
     needs_kernels,
     on_gpu,
+    poison,
     same_bits,
     work_of,
 )
@@ -208,16 +209,6 @@ def test_poisoned_scratch(tree, byte):
         del pool
     expected = [tuple(x.cpu() for x in state) for state in call.expected]
     Call({}, (), tuple(expected)).check(states)
-
-
-def poison(byte: int) -> None:
-    """Fill the memory of a new pool, whole segments of it: for small tensors and for large ones."""
-    sizes = [1 << 20] * 8 + [256 << 20]
-    blocks = [torch.full((n,), byte, dtype=torch.uint8, device="cuda") for n in sizes]
-    del blocks
-    for size in (8, 4 << 10, 8 << 20):  # it is there, and it is what others get
-        found = torch.empty(size, dtype=torch.uint8, device="cuda").cpu()
-        assert (found == byte).all()
 
 
 # ------------------------------------------------------------------ company

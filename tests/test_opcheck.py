@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from cases import FOREST, TREES, Tree, build
+from cases import FOREST, TREES, Tree, angles, build
 from hf_cascade.ops import reference
 from torch import Tensor
 from torch._ops import OpOverload
@@ -83,6 +83,17 @@ def test_a_work_list_may_come_along():
     torch.library.opcheck(overload("work_list"), (), of_tree)
     work = ops.work_list(**of_tree)
     torch.library.opcheck(overload("cascade_attention"), (), given | {"work": work})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_angles_may_come_along(dtype):
+    given = arguments("cascade_attention", FOREST, dtype, heads_first=True)
+    given |= angles(len(given["q"]), 8)
+    torch.library.opcheck(overload("cascade_attention"), (), given)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match="got no sin"):
+        overload("cascade_attention")(
+            **tree_map_only(Tensor, mode.from_tensor, given) | {"sin": None}
+        )
 
 
 @pytest.mark.parametrize(
