@@ -22,7 +22,7 @@ from transformers.generation import StoppingCriteriaList
 
 from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
-from .draw import replacements
+from .draw import hand_on_logits, replacements
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
 from .packing import pack_linears, unpack_linears
@@ -163,8 +163,10 @@ class CascadeGenerate:
             self, compile_config, must_compile=self.cascade.options.compile is True
         )
         captures = self.device.type == "cuda" and not _has_hooks(self) and not _is_distributed()
-        call.step = DecodeStep(forward, call.cache, captures=captures)
-        return call.step
+        call.step = step = DecodeStep(forward, call.cache, captures=captures)
+        if call.only_draws:
+            return lambda **inputs: hand_on_logits(step(**inputs))
+        return step
 
     def _get_stopping_criteria(self, generation_config, *args, **kwargs):
         criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]
@@ -183,14 +185,24 @@ class CascadeGenerate:
             return _RowClosingCriteria(criteria, RowCloser(call.cache))
         return criteria
 
-    def _sample(self, *args, **kwargs):
+    def _sample(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+    ):
         call = self.cascade.current
-        if call is None or call.cache is None:
-            return super()._sample(*args, **kwargs)  # type: ignore[misc]
-        # The stop check is ours where stock's would be another than that of waiting, and so are
-        # the draws of compiled steps.
-        sample = _stock_sample(DeferredStopCheck=LateStopCheck, **replacements(call.draw))
-        return sample(self, *args, **kwargs)
+        sample = super()._sample  # type: ignore[misc]
+        if call is not None and call.cache is not None:
+            returned = generation_config.return_dict_in_generate and (
+                generation_config.output_scores or generation_config.output_logits
+            )
+            call.only_draws = generation_config.do_sample and not logits_processor and not returned
+            # The stop check is ours where stock's would not wait either, and so are the draws of
+            # compiled steps.
+            sample = functools.partial(
+                _stock_sample(DeferredStopCheck=LateStopCheck, **replacements(call.draw)), self
+            )
+        return sample(
+            input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+        )
 
     def _beam_search(self, *args, **kwargs):
         call = self.cascade.current

@@ -10,6 +10,7 @@ rounding, and the same random stream.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,11 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from .own_code import with_own_code
 
-# A row is looked through in parts, so that few rows, too, keep a whole GPU busy.
-_MOST_PARTS = 32
+# Scores that one program of Inductor's holds in registers: it reads them once.
+_PART = 1024
 
 
 class Draw:
@@ -35,14 +37,14 @@ class Draw:
         """One token a row, with probabilities softmax(scores), from the default generator.
 
         Args:
-            scores: [batch, vocab_size] float32.
+            scores: [batch, vocab_size], of any floating dtype.
         Returns:
             [batch] int64.
         Raises:
             RuntimeError: a row holds NaN or +inf, or nothing but -inf. As with multinomial, a GPU
                 says so at some later call, and the CUDA context is lost.
         """
-        noise = torch.empty_like(scores, memory_format=torch.contiguous_format).exponential_()
+        noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
         if scores.shape[0] > 1:
             for each in (scores, noise):
                 torch._dynamo.maybe_mark_dynamic(each, 0)
@@ -55,21 +57,22 @@ def select(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     """The token of each row whose exp(score) / noise is largest, and whether all rows have one.
 
     Args:
-        scores, noise: [batch, vocab_size] float32, the noise above 0.
+        scores: [batch, vocab_size], of any floating dtype.
+        noise: [batch, vocab_size] float32, above 0.
     Returns:
         (tokens, is_valid): [batch] int64 and a bool.
     """
-    parts = _num_parts(scores.shape[1])
-    scores, noise = (x.unflatten(1, (parts, -1)) for x in (scores, noise))
-    highest = scores.amax(2).amax(1)
-    quotients = (scores - highest[:, None, None]).exp() / noise
-    part = quotients.amax(2).argmax(1, keepdim=True)
+    padding = (0, -scores.shape[1] % _PART)
+    scores = pad(scores.float(), padding, value=-torch.inf).unflatten(1, (-1, _PART))
+    noise = pad(noise, padding, value=1.0).unflatten(1, (-1, _PART))
+    # Each part against its own largest score, then the parts against the row's.
+    highest = scores.amax(2)
+    base = torch.where(highest == -torch.inf, 0.0, highest)
+    quotients = (scores - base[:, :, None]).exp() / noise
+    highest_of_row = highest.amax(1, keepdim=True)
+    part = (quotients.amax(2) * (highest - highest_of_row).exp()).argmax(1, keepdim=True)
     within = quotients.argmax(2).gather(1, part)
-    return (part * scores.shape[2] + within).squeeze(1), highest.isfinite().all()
-
-
-def _num_parts(size: int) -> int:
-    return max(parts for parts in range(1, _MOST_PARTS + 1) if size % parts == 0)
+    return (part * _PART + within).squeeze(1), highest_of_row.isfinite().all()
 
 
 def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
@@ -79,10 +82,12 @@ def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
         draw: asked before each step; None if that samples with softmax and multinomial.
     """
 
-    def softmax(scores: Tensor, dim: int) -> Tensor | _Drawable:
+    def softmax(scores: Tensor | _LastLogits, dim: int) -> Tensor | _Drawable:
         by = draw()
-        fits = scores.ndim == 2 and scores.dtype == torch.float32 and dim in (-1, 1)
-        if by is None or not fits or not scores.numel():
+        if isinstance(scores, _LastLogits):
+            scores = scores.logits if by is not None else scores.logits.float()
+        fits = scores.ndim == 2 and dim in (-1, 1)
+        if by is None or not fits or not scores.numel() or scores.dtype == torch.float64:
             return nn.functional.softmax(scores, dim=dim)
         return _Drawable(scores, by)
 
@@ -97,6 +102,27 @@ def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
         "nn": _Instead(nn, functional=functional),
         "torch": _Instead(torch, multinomial=multinomial),
     }
+
+
+def hand_on_logits(outputs: Any) -> Any:
+    """A model's outputs for a loop that hands its logits to softmax, and to no one else."""
+    outputs = copy.copy(outputs)
+    outputs.logits = _LastLogits(outputs.logits)
+    return outputs
+
+
+@dataclass(frozen=True)
+class _LastLogits:
+    """Logits that are not copied: the loop asks for float32 ones of the last token."""
+
+    logits: Tensor
+
+    def __getitem__(self, index: Any) -> _LastLogits:
+        return _LastLogits(self.logits[index])
+
+    def to(self, *, copy: bool, dtype: torch.dtype, device: torch.device) -> _LastLogits:
+        assert dtype == torch.float32, "stock generate has changed"
+        return _LastLogits(self.logits.to(device))
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,7 @@ class Call:
         self.cache: CascadeCache | None = None
         self.step: DecodeStep | None = None  # where decode steps are compiled
         self.is_plain = True  # nothing of the user's watches the steps
+        self.only_draws = False  # its loop takes logits to draw from them, and for nothing else
         self.is_prefilled = False
         self.is_handed_over = False  # the cache outlives the call
         self.reason: str | None = None

@@ -10,6 +10,7 @@ from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrai
 
 import hf_cascade
 from hf_cascade.draw import Draw, replacements, select
+from hf_cascade.runtime import Call
 
 DEVICES = [
     "cpu",
@@ -50,6 +51,16 @@ def test_tokens_and_stream_are_multinomial_s(vocab_size, compiled, device) -> No
             expected, expected_after = drawn(multinomial, scores, seed)
             assert torch.equal(tokens, expected)
             assert torch.equal(after, expected_after)
+
+
+@over_devices
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_scores_in_half_precision_are_drawn_from_as_in_float32(dtype, device) -> None:
+    scores = (4 * torch.randn(20, 3000, device=device)).to(dtype)
+    for seed in range(5):
+        found, expected = (drawn(Draw(), x, seed)[0] for x in (scores, scores.float()))
+        assert torch.equal(found, expected)
+        assert torch.equal(found, drawn(multinomial, scores.float(), seed)[0])
 
 
 @over_devices
@@ -127,27 +138,64 @@ def stock() -> PreTrainedModel:
     return LlamaForCausalLM(config).eval()
 
 
-def test_compiled_calls_draw_here_and_others_do_not(stock, monkeypatch) -> None:
-    """At first the prompt's tokens are torch's, for it is not known whether anything compiles."""
-    draws: list[int] = []
+@pytest.fixture
+def draws(monkeypatch) -> list[torch.dtype]:
+    """Of each draw, in what its scores came."""
+    made: list[torch.dtype] = []
     call = Draw.__call__
-    monkeypatch.setattr(Draw, "__call__", lambda *args: draws.append(1) or call(*args))
-    model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+
+    def recorded(self, scores):
+        made.append(scores.dtype)
+        return call(self, scores)
+
+    monkeypatch.setattr(Draw, "__call__", recorded)
+    return made
+
+
+def generate(model: PreTrainedModel, **options) -> Tensor:
+    torch.manual_seed(1)
     ids = torch.randint(3, 61, (1, 9))
-    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 8}
+    options = {"do_sample": True, "num_return_sequences": 4, "max_new_tokens": 8} | options
+    return model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
-    def tokens(of: PreTrainedModel, **more) -> Tensor:
-        torch.manual_seed(1)
-        return of.generate(ids, attention_mask=torch.ones_like(ids), **options, **more)
 
-    expected = tokens(stock)
+def test_compiled_calls_draw_here_and_others_do_not(stock, draws) -> None:
+    """At first the prompt's tokens are torch's, for it is not known whether anything compiles."""
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+    expected = generate(stock)
     for expected_draws in (7, 8):
         draws.clear()
-        assert torch.equal(tokens(model), expected)
+        assert torch.equal(generate(model), expected)
         assert len(draws) == expected_draws
     draws.clear()
-    assert torch.equal(tokens(model, disable_compile=True), expected)
+    assert torch.equal(generate(model, disable_compile=True), expected)
+    assert torch.equal(generate(model, do_sample=False, num_return_sequences=1),
+                       generate(stock, do_sample=False, num_return_sequences=1))  # fmt: skip
     assert not draws
+
+
+def test_logits_that_nobody_else_looks_at_are_not_copied(stock, draws) -> None:
+    model = hf_cascade.patch(copy.deepcopy(stock).bfloat16(), strict=True, compile=True)
+    returned = {"return_dict_in_generate": True, "output_logits": True}
+    generate(model)
+    for options, steps_in in (
+        ({"top_k": 0}, torch.bfloat16),
+        ({"top_k": 7}, torch.float32),
+        ({"top_k": 0, "temperature": 0.5}, torch.float32),
+        ({"top_k": 0} | returned, torch.float32),
+    ):
+        draws.clear()
+        out = generate(model, **options)
+        assert draws == [torch.float32] + 7 * [steps_in]  # the prompt's logits are stock's
+        if "return_dict_in_generate" in options:
+            assert {logits.dtype for logits in out.logits} == {torch.float32}
+            out = out.sequences
+        draws.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Call, "draw", lambda self: None)
+            expected = generate(model, **options)
+        assert torch.equal(out, getattr(expected, "sequences", expected))
+        assert not draws
 
 
 def test_stock_generate_samples_by_these_names() -> None:
