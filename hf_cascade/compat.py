@@ -22,6 +22,7 @@ from transformers.generation import StoppingCriteriaList
 
 from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
+from .columns import GROWING, Columns
 from .draw import hand_on_logits, replacements
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
@@ -228,11 +229,24 @@ class CascadeGenerate:
                 call.is_prefilled = True
             return outputs
         prompts = read_prompts(input_ids, inputs_embeds, model_kwargs.get("attention_mask"))
-        cache.reserve(prompts.rows, generation_config.max_length - input_ids.shape[1])
+        room = generation_config.max_length - input_ids.shape[1]
+        cache.reserve(prompts.rows, room)
+        call.columns = Columns(room)
         outputs, call.prefill_tokens = packed_prefill(
             self, cache, prompts, generation_config.prefill_chunk_size
         )
         return outputs
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        update = super()._update_model_kwargs_for_generation  # type: ignore[misc]
+        call, grown = self.cascade.current, {}
+        is_stock = update.__func__ is GenerationMixin._update_model_kwargs_for_generation
+        is_step = not args and kwargs.get("num_new_tokens", 1) == 1
+        if call is not None and call.columns is not None and is_stock and is_step:
+            for name in GROWING:
+                if isinstance(now := model_kwargs.get(name), Tensor) and now.ndim == 2:
+                    grown[name] = call.columns.grown(name, model_kwargs.pop(name))
+        return update(outputs, model_kwargs, *args, **kwargs) | grown
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]

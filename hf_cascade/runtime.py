@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .cache import CascadeCache
+from .columns import Columns
 from .draw import Draw
 from .errors import CascadeFallbackWarning, UnsupportedCallError
 from .fuse import FusePass
@@ -198,6 +199,7 @@ class Call:
         self.thread = threading.get_ident()
         self.cleanup = ExitStack()  # undone when generate ends, however it ends
         self.cache: CascadeCache | None = None
+        self.columns: Columns | None = None
         self.step: DecodeStep | None = None  # where decode steps are compiled
         self.is_plain = True  # nothing of the user's watches the steps
         self.only_draws = False  # its loop takes logits to draw from them, and for nothing else
