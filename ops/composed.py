@@ -243,6 +243,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """State of q [batch, heads, q_len, head_dim] over k, v; causal where q_len == kv_len."""
     if q.device.type == "cpu":
+        # It takes the values of a row to lie side by side, and does not check.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, is_causal, scale=sm_scale
         )

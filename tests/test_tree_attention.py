@@ -115,6 +115,17 @@ def test_a_token_changes_only_the_rows_that_see_it(tree, dtype):
             assert torch.equal(changed, sees)
 
 
+@over_dtypes
+@pytest.mark.parametrize("name", FLATTENED)
+def test_values_may_lie_apart(name, dtype):
+    tree = build(FOREST, dtype)
+    apart = {
+        each: getattr(tree, each).mT.contiguous().mT for each in ("q", "k", "v", "k_pool", "v_pool")
+    }
+    assert all(value.stride(-1) > 1 for value in apart.values())
+    assert_same(run(name, replace(tree, **apart)), run(name, tree))
+
+
 def test_plans_made_together_run_apart():
     one, other = build(FOREST, seed=1), build(FOREST, seed=2)
     arguments = [tree.args(ops.prefix_attention) for tree in (one, other)]
