@@ -172,7 +172,7 @@ def measure(
     first = timed(1 + new_tokens, apart=True)
     # Waiting between prefill and steps would show host work that a user's call hides behind the
     # prefill, such as the capture; a long prefill varies by more than that.
-    apart = first.prefill_s > LONG_PREFILL_S
+    apart = timed(1, apart=True).prefill_s > LONG_PREFILL_S
     repeats = 1 if apart else 2
     if repeats > 1:
         timed(1 + new_tokens, apart=apart)

@@ -150,8 +150,10 @@ class CascadeGenerate:
         name = "post_grad_custom_pre_pass"
         self.cascade.fusion.then = options.get(name) or getattr(torch._inductor.config, name)
         if rows == 1 and self.device.type == "cuda":
-            # Where matrices meet a single vector, the compiler's own kernels beat the library's.
+            # Where matrices meet a single vector, the compiler's own kernels beat the library's, if
+            # each computes its vector first, instead of anew for every row of the matrix.
             options.setdefault("coordinate_descent_tuning", True)
+            options.setdefault("realize_opcount_threshold", 6)
         config.options = options | {name: self.cascade.fusion}
         config._compile_all_devices = True
         return config
@@ -235,7 +237,7 @@ class CascadeGenerate:
         outputs, call.prefill_tokens = packed_prefill(
             self, cache, prompts, generation_config.prefill_chunk_size
         )
-        return outputs
+        return hand_on_logits(outputs) if call.only_draws else outputs
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         update = super()._update_model_kwargs_for_generation  # type: ignore[misc]

@@ -8,6 +8,7 @@ stream are those of stock generate.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
 from typing import Any
 
@@ -18,7 +19,7 @@ from .cache import CascadeCache
 
 
 class HostCopy:
-    """A tensor's values on their way to the host."""
+    """A tensor's values on their way to the host, beside what the GPU does next."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._arrived = tensor.detach(), None
@@ -26,15 +27,24 @@ class HostCopy:
             self._host = torch.empty(
                 tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
             )
-            self._host.copy_(tensor, non_blocking=True)
+            stream = _copy_stream(tensor.device)
+            stream.wait_stream(torch.cuda.current_stream(tensor.device))
+            with torch.cuda.stream(stream):
+                self._host.copy_(tensor, non_blocking=True)
+            tensor.record_stream(stream)
             self._arrived = torch.cuda.Event(blocking=True)
-            self._arrived.record(torch.cuda.current_stream(tensor.device))
+            self._arrived.record(stream)
 
     def wait(self) -> Tensor:
         """The values, as soon as they are here."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.cpu()
+
+
+@functools.cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class RowCloser:
