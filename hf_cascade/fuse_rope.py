@@ -3,11 +3,11 @@
     q_embed = (q * cos) + (rotate_half(q) * sin)
 
 is how transformers writes it, and the same for k. On the graph q is
-[batch, num_heads, 1, head_dim], cos and sin are [batch, 1, 1, rotary_dim]; where rotary_dim is
-smaller than head_dim, the rest of each head is cut off first and joined again at the end. What is
-not exactly this stays as it is: interleaved pairs, several query tokens a sequence, rotated values
-that something else reads, and layouts that the append kernel can't take (`can_rotate` in
-csrc/append_kv.cu).
+[batch, num_heads, 1, head_dim], cos and sin are [batch, 1, rotary_dim], unsqueezed over the heads;
+where rotary_dim is smaller than head_dim, the rest of each head is cut off first and joined again
+at the end. What is not exactly this stays as it is: interleaved pairs, several query tokens a
+sequence, rotated values that something else reads, and layouts that the append kernel can't take
+(`can_rotate` in csrc/append_kv.cu).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class _Rope:
     """What rotated values [batch, num_heads, 1, head_dim] are made of."""
 
     x: Node  # the same before RoPE
-    cos: Node  # [batch, 1, 1, rotary_dim]
+    cos: Node  # [batch, 1, rotary_dim]
     sin: Node
 
 
@@ -45,22 +45,24 @@ def fuse_rope(call: Node, made: dict[tuple, Node]) -> bool:
         made: cos and sin as the calls before it in the graph take them.
     """
     rows: list[Any] = [call.kwargs["q"], call.kwargs["k"]]
-    ropes = [_rope_of_rows(each, reader=call) for each in rows]
-    q, k = ropes
+    q, k = (_rope_of_rows(each, reader=call) for each in rows)
     if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin):
         return False
     num_tokens = rows[0].args[1][0]
     with call.graph.inserting_before(call):
-        plain = [_as_rows(rope.x, each) for rope, each in ((q, rows[0]), (k, rows[1]))]
-        for angles in (q.cos, q.sin):
-            if (angles, num_tokens) not in made:
-                shape = [num_tokens, angles.meta["val"].shape[-1]]
-                made[angles, num_tokens] = _add(_ATEN.reshape.default, angles, shape)
-    new = (*plain, made[q.cos, num_tokens], made[q.sin, num_tokens])
-    is_served = all(_has_whole_rows(node.meta["val"]) for node in new)
+        new = {
+            "q": _as_rows(q.x, rows[0]),
+            "k": _as_rows(k.x, rows[1]),
+            "cos": _as_angles(q.cos, num_tokens, made),
+            "sin": _as_angles(q.sin, num_tokens, made),
+        }
+    is_served = all(_has_whole_rows(node.meta["val"]) for node in new.values())
     if is_served:
-        call.kwargs = {**call.kwargs, **dict(zip(("q", "k", "cos", "sin"), new, strict=True))}
-    for node in rows if is_served else plain:
+        for angles in (q.cos, q.sin):
+            # Inductor then computes it once, and not anew for each call that reads it.
+            angles.meta["inductor_realize_to_strides"] = True
+        call.kwargs = {**call.kwargs, **new}
+    for node in rows if is_served else (new["q"], new["k"]):
         _erase_unused(node)
     return is_served
 
@@ -109,8 +111,9 @@ def _rope(rotated: Node) -> _Rope | None:
         _is_call(each, _ATEN.mul.Tensor) and set(each.users) == {total} for each in products
     ):
         return None
-    (x, cos), (turned, sin) = (each.args for each in products)
-    if not all(isinstance(each, Node) for each in (x, cos, turned, sin)):
+    (x, *cos), (turned, *sin) = (each.args for each in products)
+    angles = [_unsqueezed(*each) for each in (cos, sin)]
+    if not isinstance(x, Node) or None in angles:
         return None
     halves = _cat(turned)
     if halves is None or not _is_call(halves[0], _ATEN.neg.default):
@@ -119,7 +122,14 @@ def _rope(rotated: Node) -> _Rope | None:
     second, first = halves[0].args[0], halves[1]
     if not (_is_slice(first, x, 0, half) and _is_slice(second, x, half)):
         return None
-    return _Rope(x, cos, sin)
+    return _Rope(x, *angles)  # type: ignore[arg-type]
+
+
+def _unsqueezed(node: Any) -> Node | None:
+    """The node whose values [batch, q_len, rotary_dim] these are for each head."""
+    if not _is_call(node, _ATEN.unsqueeze.default) or node.args[1] != 1:
+        return None
+    return node.args[0]
 
 
 def _fits(rope: _Rope, rows: Node) -> bool:
@@ -131,7 +141,7 @@ def _fits(rope: _Rope, rows: Node) -> bool:
     rotary_dim = cos.shape[-1]
     return (
         statically_known_true(q_len == 1)
-        and _are_equal(cos.shape, (batch, 1, 1, rotary_dim))
+        and _are_equal(cos.shape, (batch, 1, rotary_dim))
         and _are_equal(sin.shape, cos.shape)
         and _are_equal(result.shape, (batch, num_heads, head_dim))
         and isinstance(rotary_dim, int)
@@ -184,6 +194,14 @@ def _are_equal(shape: Any, expected: Any) -> bool:
 def _as_rows(x: Node, rows: Node) -> Node:
     """x [batch, num_heads, 1, head_dim], shaped like `rows`."""
     return _add(_ATEN.reshape.default, _add(_ATEN.permute.default, x, [0, 2, 1, 3]), rows.args[1])
+
+
+def _as_angles(angles: Node, num_tokens: Any, made: dict[tuple, Node]) -> Node:
+    """angles [batch, 1, rotary_dim] as [num_tokens, rotary_dim]"""
+    if (angles, num_tokens) not in made:
+        shape = [num_tokens, angles.meta["val"].shape[-1]]
+        made[angles, num_tokens] = _add(_ATEN.reshape.default, angles, shape)
+    return made[angles, num_tokens]
 
 
 def _add(target: Callable, *args: Any) -> Node:

@@ -6,6 +6,7 @@ up, and torch operators compute what the graph says.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from models import new_model
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, GraphModule, Node
 from transformers import CompileConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb, rotate_half
@@ -152,9 +154,14 @@ def test_inductor_itself_compiles_it(name: str, config: dict) -> None:
     model = hf_cascade.patch(copy.deepcopy(stock), compile=True, strict=True)
     seen: list[list[bool]] = []
     options = {"post_grad_custom_pre_pass": lambda graph: seen.append(rotating(graph))}
-    tokens = generate(model, compile_config=CompileConfig(mode=None, options=options))
+    tokens, code = run_and_get_code(
+        generate, model, compile_config=CompileConfig(mode=None, options=options)
+    )
     assert seen == [[True] * NUM_LAYERS]
     assert torch.equal(tokens, generate(stock))
+    called = re.findall(r"= torch\.ops\.hf_cascade\.cascade_attention\.default\((.*)\)", code[0])
+    angles = [re.findall(r"reinterpret_tensor\((\w+),", arguments)[-2:] for arguments in called]
+    assert angles == [angles[0]] * NUM_LAYERS  # computed once, for all layers
 
 
 # ------------------------------------------------------------------ what only looks like it
