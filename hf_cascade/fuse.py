@@ -90,7 +90,8 @@ def fuse_pass(
     """A pass for `torch.compile(.., options={"post_grad_custom_pre_pass": fuse_pass()})`.
 
     Fuses `append_kv -> prefix_attention, suffix_attention -> merge_state` into
-    `cascade_attention` wherever code composes the public ops in this way.
+    `cascade_attention` wherever code composes the public ops in this way and, where CUDA kernels
+    serve, the RoPE of q and k before them.
 
     Args:
         then: another pass to run afterwards, such as one that was set before.
