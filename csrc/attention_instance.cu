@@ -2,6 +2,7 @@
 #include "cascade_attention.cuh"
 #include "checks.h"
 #include "forced_schedule.h"
+#include "grid_rule.cuh"
 #include "launch_attention.h"
 #include "merge_paths.cuh"
 
@@ -104,10 +105,11 @@ void launch_typed(AttentionParams params, cudaStream_t stream) {
                "cascade_attention: shared memory");
   const ForcedSchedule forced = forced_schedule();
   params.delay_seed = forced.delay_seed;
-  launch("cascade_attention", cascade_attention_kernel<Traits>,
-         forced.num_ctas ? forced.num_ctas : device_attribute(cudaDevAttrMultiProcessorCount),
-         kAttentionThreads, bytes, stream, params);
   const int64_t rows = int64_t{params.tree.num_seqs} * params.num_kv_heads * params.group_size;
+  const int num_ctas = num_attention_ctas(device_attribute(cudaDevAttrMultiProcessorCount), rows,
+                                          has_early_launch());
+  launch("cascade_attention", cascade_attention_kernel<Traits>,
+         forced.num_ctas ? forced.num_ctas : num_ctas, kAttentionThreads, bytes, stream, params);
   if (rows == 0) return;
   if (rows <= kFewRows) {
     launch("merge_paths", merge_paths_kernel<T, kHeadDim, kMergeWarps>, static_cast<int>(rows),

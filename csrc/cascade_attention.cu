@@ -1,3 +1,4 @@
+#include "grid_rule.cuh"
 #include "launch_attention.h"
 #include "ops.h"
 #include "work_list.cuh"
@@ -151,7 +152,8 @@ Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_
   shape.tile_tokens = tokens_per_tile(shape.group_size);
   shape.head_dim = static_cast<int>(head_dim);
   shape.page_size_log2 = log2_of(page_size);
-  shape.num_ctas = device_attribute(cudaDevAttrMultiProcessorCount);
+  shape.num_ctas = num_attention_ctas(device_attribute(cudaDevAttrMultiProcessorCount),
+                                      tree.num_seqs * num_q_heads, has_early_launch());
   shape.num_stages = stages_of(head_dim);
   shape.max_states = static_cast<int>(num_states);
   shape.batch_invariant = batch_invariant;

@@ -78,6 +78,11 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
+// Whether `launch` makes programmatic dependent launches.
+inline bool has_early_launch() {
+  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+}
+
 // Programmatic dependent launch, on sm_90: a kernel's prologue overlaps the end of the kernel
 // before it. Every kernel launched this way waits (ptx::wait_for_previous_kernel) before it touches
 // what that one writes. Code for other GPUs has no such wait, so there a launch is an ordinary one.
@@ -93,7 +98,7 @@ void launch(const char* what, void (*kernel)(Params...), dim3 num_ctas, int num_
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &attribute;
-  config.numAttrs = device_attribute(cudaDevAttrComputeCapabilityMajor) == 9 ? 1 : 0;
+  config.numAttrs = has_early_launch() ? 1 : 0;
   check_launch(cudaLaunchKernelEx(&config, kernel, params...), what);
 }
 

@@ -11,7 +11,7 @@
 namespace hf_cascade {
 
 struct ForcedSchedule {
-  int num_ctas;         // 0: as many as there are multiprocessors
+  int num_ctas;         // 0: as grid_rule.cuh has it
   uint32_t delay_seed;  // 0: no delays
 };
 

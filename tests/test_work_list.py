@@ -347,6 +347,18 @@ def test_ctas_have_work_where_there_is_enough(host):
                 assert work.header[f"num_{kind}_items"] >= launch.num_ctas / 3, shape.name
 
 
+def test_a_lone_row_s_merge_has_multiprocessors_of_its_own(host):
+    def ctas(num_multiprocessors: int, num_rows: int, has_early_launch: bool = True) -> int:
+        return host.attention_ctas(
+            num_multiprocessors, ctypes.c_int64(num_rows), ctypes.c_bool(has_early_launch)
+        )
+
+    assert [ctas(132, rows) for rows in (1, 8, 9, 32)] == [131, 131, 130, 128]
+    assert [ctas(132, rows) for rows in (33, 2048, 2**33)] == [132, 132, 132]
+    assert ctas(132, 32, has_early_launch=False) == 132
+    assert [ctas(few, 32) for few in (1, 2, 5)] == [1, 1, 1]
+
+
 def launch_of(shape: Shape) -> Launch:
     """As the benchmark has it, on 132 multiprocessors."""
     nodes = shape.nodes()

@@ -235,6 +235,7 @@ thread_local int32_t memory[kSharedWords] = {host::current};
 
 }  // namespace hf_cascade
 
+#include "grid_rule.cuh"
 #include "work_list.cuh"
 
 // ---------------------------------------------------------------------- what tests call
@@ -264,6 +265,11 @@ int64_t list_size(const TreeParams& tree, const WorkShape& shape) {
 }  // namespace
 
 extern "C" {
+
+// CTAs of the attention kernel on a GPU of so many multiprocessors.
+int attention_ctas(int num_multiprocessors, int64_t num_rows, bool has_early_launch) {
+  return num_attention_ctas(num_multiprocessors, num_rows, has_early_launch);
+}
 
 // Words that make_list wants.
 int64_t list_room(const TreeParams* tree, const WorkShape* shape) {
