@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import CompileConfig, GenerationMixin
-from transformers.generation import StoppingCriteriaList
+from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 
 from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
@@ -185,8 +185,8 @@ class CascadeGenerate:
             and not generation_config.return_dict_in_generate
             and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
         ):
-            return _RowClosingCriteria(criteria, RowCloser(call.cache))
-        return criteria
+            return _Criteria(criteria, RowCloser(call.cache))
+        return criteria if call is None or call.cache is None else _Criteria(criteria)
 
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
@@ -278,17 +278,36 @@ class _Stepping:
         return getattr(self._model, name)
 
 
-class _RowClosingCriteria(StoppingCriteriaList):
-    """The call's stopping criteria, which also tell `rows` which ones are over."""
+class _Criteria(StoppingCriteriaList):
+    """The call's stopping criteria, which also tell `rows` which ones are over.
 
-    def __init__(self, criteria: StoppingCriteriaList, rows: RowCloser) -> None:
+    The host knows when the length is reached: until then that criterion costs no launch.
+    """
+
+    def __init__(self, criteria: StoppingCriteriaList, rows: RowCloser | None = None) -> None:
         super().__init__(criteria)
         self._rows = rows
+        self._none: Tensor | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        over = super().__call__(input_ids, scores, **kwargs)
-        self._rows.note(over)
+        if self._none is None or self._none.shape[0] != input_ids.shape[0]:
+            self._none = input_ids.new_zeros(input_ids.shape[0], dtype=torch.bool)
+        over = self._none
+        for criterion in self:
+            if not _is_shorter(input_ids, criterion):
+                over = over | criterion(input_ids, scores, **kwargs)
+        if self._rows is not None:
+            self._rows.note(over)
         return over
+
+
+def _is_shorter(input_ids: Tensor, criterion: Any) -> bool:
+    """Whether it is one of length, which has nothing to say yet."""
+    if type(criterion) is not MaxLengthCriteria:
+        return False
+    positions = criterion.max_position_embeddings  # beyond which it warns
+    lengths = (criterion.max_length, *(() if positions is None else (positions,)))
+    return input_ids.shape[1] < min(lengths)
 
 
 def _stock_sample(**instead: Any) -> Callable[..., Any]:

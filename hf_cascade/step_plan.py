@@ -9,12 +9,11 @@ when the tree has changed its shape (`rewrite`); nothing waits for it, and it wa
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 import torch
 from torch import Tensor
 
-from .ops import DROPPED_SLOT
 from .plan import Layout, Plan, Query, build_layout, packed_lists, to_device, views
 from .tree import KVTree, Node
 
@@ -30,7 +29,7 @@ class StepPlan:
     def __init__(self, tree: KVTree, devices: Iterable[torch.device]) -> None:
         self._tree = tree
         self._packed: dict[torch.device, Tensor | None] = dict.fromkeys(devices)
-        self._growth: dict[torch.device, _Growth] = {}
+        self._growth: dict[torch.device, Tensor] = {}  # like what is packed: what a step adds
         self._shapes: tuple[int, int, int] | None = None
         self._first_page: list[int] = []  # per row, where its leaf's pages begin in kv_indices
         self.plans: dict[torch.device, Plan] = {}
@@ -43,91 +42,59 @@ class StepPlan:
             room: tokens that a leaf may grow by after this step; never more than the first time.
         """
         layout = build_layout(self._tree, [Query.last_of(leaf) for leaf in leaves], room)
+        self._first_page = [layout.kv_indptr[node] for node in layout.leaves]
         if self._shapes is None:
             self._shapes = _largest_shapes(layout)
         layout = layout.padded(*self._shapes)
-        growth = _growth_of(layout, leaves)
-        self._first_page = growth["first_page"]
-        for node, grown in enumerate(growth["nodes"]):
-            layout.kv_len[node] -= grown  # `advance` adds it
-        of_plan = [getattr(layout, field.name) for field in fields(Layout)]
-        lists = [*of_plan, *growth.values()]
+        growth = {name: [0] * len(values) for name, values in vars(layout).items()}
+        for row, node in enumerate(layout.leaves):
+            if leaves[row] is not None:
+                growth["kv_len"][node] = growth["slots"][row] = 1
+                layout.kv_len[node] -= 1  # `advance` adds them
+                layout.slots[row] -= 1
+        lists = [getattr(layout, field.name) for field in fields(Layout)]
         values = packed_lists(lists)
+        growths = packed_lists([growth[field.name] for field in fields(Layout)])
         for device, packed in self._packed.items():
-            if packed is not None:
+            if packed is None:
+                packed = self._packed[device] = to_device(values, device)
+                self._growth[device] = to_device(growths, device)
+                self.plans[device] = Plan(*views(packed, [len(each) for each in lists]))
+            else:
                 packed.copy_(to_device(values, device), non_blocking=True)
-                continue
-            packed = self._packed[device] = to_device(values, device)
-            parts = views(packed, [len(each) for each in lists])
-            self.plans[device] = Plan(*parts[: len(of_plan)])
-            self._growth[device] = _Growth(*parts[len(of_plan) :])
+                self._growth[device].copy_(to_device(growths, device), non_blocking=True)
 
     def add_pages(self, leaves: Sequence[Node | None]) -> None:
         """List the page that each leaf took last, if its newest token is the first one in there."""
         page_size = self._tree.allocator.page_size
-        places: list[int] = []
-        pages: list[int] = []
-        for row, leaf in enumerate(leaves):
-            if leaf is not None and (leaf.first_slot + leaf.kv_len - 1) % page_size == 0:
-                places.append(self._first_page[row] + len(leaf.pages) - 1)
-                pages.append(leaf.pages[-1])
-        if pages:
-            for device, plan in self.plans.items():
-                place, page = to_device(places + pages, device).chunk(2)
-                plan.kv_indices.index_copy_(0, place.long(), page)
+        begun = [
+            (row, len(leaf.pages) - 1, leaf.pages[-1])
+            for row, leaf in enumerate(leaves)
+            if leaf is not None and (leaf.first_slot + leaf.kv_len - 1) % page_size == 0
+        ]
+        if not begun:
+            return
+        for device, plan in self.plans.items():
+            packed = self._packed[device]
+            assert packed is not None
+            indices = int(plan.kv_indices.storage_offset())
+            slots = int(plan.slots.storage_offset())
+            places = [indices + self._first_page[row] + place for row, place, _ in begun]
+            values = [page for *_, page in begun]
+            places += [slots + row for row, *_ in begun]
+            values += [page * page_size - 1 for page in values]  # `advance` adds the 1
+            place, value = to_device(places + values, device).chunk(2)
+            packed.index_copy_(0, place.long(), value)
 
     def advance(self) -> None:
-        """Every live row's leaf grows by one token, on the device.
+        """Every live row's leaf grows by one token, on the device, which knows its slot: the next.
 
         Device work alone, on tensors that stay where they are: it can be captured.
         """
-        page_size = self._tree.allocator.page_size
-        # Every operator here is a launch of its own in every step: there are as few as can be.
-        for device, plan in self.plans.items():
-            growth = self._growth[device]
-            plan.kv_len.add_(growth.nodes)
-            growth.place.add_(growth.rows)
-            listed = (growth.place >> (page_size.bit_length() - 1)).add_(growth.first_page)
-            pages = plan.kv_indices.index_select(0, listed)
-            torch.add(growth.place & (page_size - 1), pages, alpha=page_size, out=plan.slots)
-            plan.slots.bitwise_or_(growth.dropped)
-
-
-@dataclass(frozen=True)
-class _Growth:
-    """What a step adds, int32 like the plan.
-
-    Attributes:
-        nodes: [N], 1 for the leaves of live rows.
-        rows: [B], 1 for live rows.
-        place: [B], of each row's newest token, in slots from the first one of its leaf's pages.
-        first_page: [B], where those are listed in kv_indices.
-        dropped: [B], all bits of rows that are over: with them any slot is DROPPED_SLOT.
-    """
-
-    nodes: Tensor
-    rows: Tensor
-    place: Tensor
-    first_page: Tensor
-    dropped: Tensor
-
-
-def _growth_of(layout: Layout, leaves: Sequence[Node | None]) -> dict[str, list[int]]:
-    """The fields of _Growth, before the step that `layout` shows."""
-    lives = [leaf is not None for leaf in leaves]
-    nodes = [0] * len(layout.kv_len)
-    place = [0] * len(leaves)  # of a row that is over: it looks up some page, and drops it
-    for row, node in enumerate(layout.leaves):
-        if lives[row]:
-            nodes[node] = 1
-            place[row] = layout.first_slot[node] + layout.kv_len[node] - 2
-    return {
-        "nodes": nodes,
-        "rows": [int(is_live) for is_live in lives],
-        "place": place,
-        "first_page": [layout.kv_indptr[node] for node in layout.leaves],
-        "dropped": [0 if is_live else DROPPED_SLOT for is_live in lives],
-    }
+        for device, growth in self._growth.items():
+            packed = self._packed[device]
+            assert packed is not None
+            packed.add_(growth)
 
 
 def _largest_shapes(layout: Layout) -> tuple[int, int, int]:

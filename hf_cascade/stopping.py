@@ -85,7 +85,7 @@ class LateStopCheck:
         assert not cache_is_returned
         self._max_length, self._cache, self._streamer = max_length, cache, streamer
         self._device = input_ids.device
-        # Of the newest step: is all over, its tokens, and the random state that it left behind.
+        # Of the newest step: which rows go on, its tokens, the random state it left behind.
         self._newest: tuple[HostCopy, HostCopy | None, Tensor] | None = None
         self._undone = False
 
@@ -103,15 +103,15 @@ class LateStopCheck:
         before, self._newest = (
             self._newest,
             (
-                HostCopy(unfinished_sequences.max() == 0),
+                HostCopy(unfinished_sequences),
                 None if self._streamer is None else HostCopy(tokens),
                 _random_state(self._device),
             ),
         )
         if before is not None:
-            is_over, tokens_before, random_state = before
+            unfinished, tokens_before, random_state = before
             self._stream(tokens_before)
-            if is_over.wait():
+            if not unfinished.wait().any():
                 self._undone = True
                 _set_random_state(self._device, random_state)
                 return True

@@ -21,10 +21,16 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
 )
+from transformers.generation import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 import hf_cascade
-from hf_cascade import cache, step_plan
+from hf_cascade import cache, compat, step_plan
 from hf_cascade.plan import build_layout
 from hf_cascade.runtime import Cascade
 from hf_cascade.step import CompiledForward
@@ -429,3 +435,25 @@ def test_what_watches_the_steps_sees_stock_s(
         return seen
 
     assert lengths_seen(patched) == lengths_seen(stock)
+
+
+def test_criteria_say_what_stock_s_say() -> None:
+    """Those of length are not asked before they have something to say, or to warn of."""
+
+    class AfterSeven(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            return (input_ids[:, -1] == 7) & (input_ids.shape[1] > 6)
+
+    for criteria in (
+        [],
+        [MaxLengthCriteria(9)],
+        [MaxLengthCriteria(9, max_position_embeddings=6), EosTokenCriteria(2)],
+        [EosTokenCriteria(2), AfterSeven(), MaxLengthCriteria(9)],
+    ):
+        stock = StoppingCriteriaList(criteria)
+        ours = compat._Criteria(stock)
+        assert ours.max_length == stock.max_length
+        for batch in (3, 1, 3):
+            for length in range(5, 11):
+                ids = torch.randint(2, 9, (batch, length))
+                assert torch.equal(ours(ids, None), stock(ids, None))
