@@ -15,7 +15,7 @@ weights (but the input embedding) and the tree's KV once, and do their multiplic
 
 `--log-p` compares log-probabilities of sampled tokens: those of the decode steps that sampled them
 (patched), and those of stock's decode steps fed with the same tokens, each against one stock
-forward pass over the whole text.
+forward pass over the whole text, in bfloat16 as they are, and in float32: the truth.
 
 Results go to generate_<model>.csv and .png in $OUT or benchmarks/results, row by row.
 """
@@ -23,6 +23,7 @@ Results go to generate_<model>.csv and .png in $OUT or benchmarks/results, row b
 from __future__ import annotations
 
 import argparse
+import copy
 import csv
 import datetime
 import os
@@ -85,8 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 save(rows, stamp, options.model)
     plot(rows, stamp, options.model)
     if options.log_p:
-        ours, stock = log_p_errors(model, options)
-        stamp += f", max |log p - that of a forward pass| patched {ours:.4f}, stock {stock:.4f}"
+        stamp += f", {log_p_errors(model, options)}"
         print(f"# {stamp}")
         save(rows, stamp, options.model)
 
@@ -236,9 +236,10 @@ def timed_apart(model: LlamaForCausalLM, ids: torch.Tensor, **options: object) -
 
 
 @torch.no_grad()
-def log_p_errors(model: LlamaForCausalLM, options: argparse.Namespace) -> tuple[float, float]:
-    """Largest error of the log-probability of a sampled token, patched and stock."""
+def log_p_errors(model: LlamaForCausalLM, options: argparse.Namespace) -> str:
+    """Errors of the log-probabilities of sampled tokens, patched and stock: largest and RMS."""
     samples, length, new_tokens = 4, 512, 64
+    torch.manual_seed(0)
     ids = torch.randint(3, model.config.vocab_size, (1, length), device="cuda")
     with as_side(model, "patched", options):
         out = model.generate(
@@ -251,15 +252,27 @@ def log_p_errors(model: LlamaForCausalLM, options: argparse.Namespace) -> tuple[
     def log_p(logits: torch.Tensor) -> torch.Tensor:
         return logits.float().log_softmax(-1).gather(-1, tokens).squeeze(-1)
 
-    true = log_p(model(out.sequences[:, :-1], logits_to_keep=new_tokens).logits)
+    def forward_pass(of: LlamaForCausalLM) -> torch.Tensor:
+        return log_p(of(out.sequences[:, :-1], logits_to_keep=new_tokens).logits)
+
     cache = transformers.DynamicCache()
     steps = [model(out.sequences[:, :length], past_key_values=cache, logits_to_keep=1).logits]
     for token in tokens[:, :-1].unbind(1):
         steps.append(model(token, past_key_values=cache).logits)
-    errors = [
-        (log_p(x) - true).abs().max() for x in (torch.stack(out.logits, 1), torch.cat(steps, 1))
-    ]
-    return errors[0].item(), errors[1].item()
+    sides = {"patched": log_p(torch.stack(out.logits, 1)), "stock": log_p(torch.cat(steps, 1))}
+    passes = {"bfloat16": forward_pass(model)}
+    passes["float32"] = forward_pass(copy.deepcopy(model).float())
+    parts = []
+    for dtype, true in passes.items():
+        errors = {side: (found - true).abs() for side, found in sides.items()}
+        parts.append(
+            f"of a {dtype} pass: "
+            + ", ".join(
+                f"{side} {error.max():.4f} ({error.square().mean().sqrt():.4f})"
+                for side, error in errors.items()
+            )
+        )
+    return f"max (RMS) |log p - that {'; '.join(parts)}|"
 
 
 def cell_name(text: str) -> str:
