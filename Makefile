@@ -25,8 +25,9 @@ test-oldest: $(OLDEST)/installed
 # The newest transformers that is supported, in front of the one in .venv, under what meets it.
 test-newest: $(NEWEST)/transformers-$(NEWEST_TRANSFORMERS).dist-info
 	PYTHONPATH=$(NEWEST) $(RUN) -m pytest tests/test_cli.py tests/test_cli_endings.py \
-	  tests/test_compile.py tests/test_fallback.py tests/test_gates.py tests/test_memory.py \
-	  tests/test_parity.py tests/test_patch.py tests/test_patch_threads.py tests/test_returned_cache.py \
+	  tests/test_columns.py tests/test_compile.py tests/test_draw.py tests/test_fallback.py \
+	  tests/test_fuse_rope.py tests/test_gates.py tests/test_memory.py tests/test_parity.py \
+	  tests/test_patch.py tests/test_patch_threads.py tests/test_returned_cache.py \
 	  tests/test_self_consistency.py tests/test_sharing.py tests/test_supported_models.py
 
 lint: $(VENV)/installed

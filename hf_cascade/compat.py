@@ -197,7 +197,13 @@ class CascadeGenerate:
             returned = generation_config.return_dict_in_generate and (
                 generation_config.output_scores or generation_config.output_logits
             )
-            call.only_draws = generation_config.do_sample and not logits_processor and not returned
+            call.only_draws = (
+                call.cache.is_compileable
+                and self._updates_as_stock()
+                and generation_config.do_sample
+                and not logits_processor
+                and not returned
+            )
             # The stop check is ours where stock's would not wait either, and so are the draws of
             # compiled steps.
             sample = functools.partial(
@@ -240,15 +246,19 @@ class CascadeGenerate:
         return hand_on_logits(outputs) if call.only_draws else outputs
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        update = super()._update_model_kwargs_for_generation  # type: ignore[misc]
         call, grown = self.cascade.current, {}
-        is_stock = update.__func__ is GenerationMixin._update_model_kwargs_for_generation
         is_step = not args and kwargs.get("num_new_tokens", 1) == 1
-        if call is not None and call.columns is not None and is_stock and is_step:
+        if call is not None and call.columns is not None and is_step and self._updates_as_stock():
             for name in GROWING:
                 if isinstance(now := model_kwargs.get(name), Tensor) and now.ndim == 2:
                     grown[name] = call.columns.grown(name, model_kwargs.pop(name))
+        update = super()._update_model_kwargs_for_generation  # type: ignore[misc]
         return update(outputs, model_kwargs, *args, **kwargs) | grown
+
+    def _updates_as_stock(self) -> bool:
+        """Whether the model's own class leaves it to transformers what goes from step to step."""
+        update = super()._update_model_kwargs_for_generation  # type: ignore[misc]
+        return update.__func__ is GenerationMixin._update_model_kwargs_for_generation
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]

@@ -11,6 +11,7 @@ rounding, and the same random stream.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,6 +22,8 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from .own_code import with_own_code
+
+logger = logging.getLogger("hf_cascade")
 
 # Scores that one program of Inductor's holds in registers: it reads them once.
 _PART = 1024
@@ -45,10 +48,17 @@ class Draw:
                 says so at some later call, and the CUDA context is lost.
         """
         noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
+        scores = scores.contiguous().data  # to the compiler no view is like another, nor any stride
         if scores.shape[0] > 1:
             for each in (scores, noise):
                 torch._dynamo.maybe_mark_dynamic(each, 0)
-        tokens, is_valid = self._select(scores, noise)
+        try:
+            tokens, is_valid = self._select(scores, noise)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            # Steps may come compiled from torch's cache on disk where nothing can be compiled.
+            logger.warning("tokens are drawn without a compiler: %s", " ".join(str(error).split()))
+            self._select = select
+            tokens, is_valid = select(scores, noise)
         torch._assert_async(is_valid, "scores hold inf or nan, or a row without a possible token")
         return tokens
 
@@ -85,9 +95,11 @@ def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
     def softmax(scores: Tensor | _LastLogits, dim: int) -> Tensor | _Drawable:
         by = draw()
         if isinstance(scores, _LastLogits):
-            scores = scores.logits if by is not None else scores.logits.float()
-        fits = scores.ndim == 2 and dim in (-1, 1)
-        if by is None or not fits or not scores.numel() or scores.dtype == torch.float64:
+            scores = scores.logits
+            if by is None or scores.dtype == torch.float64:
+                scores = scores.float()  # as stock's are
+        fits = scores.ndim == 2 and dim in (-1, 1) and scores.dtype != torch.float64
+        if by is None or not fits or not scores.numel():
             return nn.functional.softmax(scores, dim=dim)
         return _Drawable(scores, by)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import hf_cascade
@@ -196,6 +197,65 @@ def test_logits_that_nobody_else_looks_at_are_not_copied(stock, draws) -> None:
             expected = generate(model, **options)
         assert torch.equal(out, getattr(expected, "sequences", expected))
         assert not draws
+
+
+def test_draws_that_cannot_be_compiled_are_the_same(monkeypatch, caplog) -> None:
+    def fail(*args):
+        raise torch._dynamo.exc.TorchDynamoException("no compiler")
+
+    draw, scores = Draw(), torch.randn(4, 61)
+    draw._select = fail
+    for seed in range(2):
+        assert torch.equal(drawn(draw, scores, seed)[0], drawn(multinomial, scores, seed)[0])
+    assert caplog.text.count("drawn without a compiler: no compiler") == 1
+
+
+def test_a_view_is_compiled_like_any_scores() -> None:
+    draw = Draw()
+    draw(torch.randn(4, 61))
+    counters.clear()
+    draw(torch.randn(4, 1, 61)[:, -1])
+    draw(torch.randn(9, 2, 61)[:, 1])
+    draw(torch.randn(1, 61).expand(5, 61))
+    assert not counters["stats"]["unique_graphs"]
+
+
+class WithConfidence(LlamaForCausalLM):
+    """It looks at the logits in a hook between two steps."""
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        self.confidence = outputs.logits[:, -1].softmax(-1).amax(-1)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+
+def test_a_model_s_own_hook_sees_its_logits(stock) -> None:
+    model = WithConfidence(stock.config).eval()
+    model.load_state_dict(stock.state_dict())
+    hf_cascade.patch(model, strict=True, compile=True)
+    for _ in range(2):
+        assert torch.equal(generate(model, top_k=0), generate(stock, top_k=0))
+    assert model.confidence.shape == (4,)
+
+
+def test_float64_is_drawn_from_as_stock_does(stock, monkeypatch) -> None:
+    model = hf_cascade.patch(copy.deepcopy(stock).double(), strict=True, compile=True)
+    drawn_from: list[torch.dtype] = []
+    call = torch.multinomial
+
+    def recorded(probabilities, **options):
+        drawn_from.append(probabilities.dtype)
+        return call(probabilities, **options)
+
+    generate(model, top_k=0)
+    monkeypatch.setattr(torch, "multinomial", recorded)
+    generate(copy.deepcopy(stock).double(), top_k=0)
+    assert set(drawn_from) == {torch.float32}
+    del drawn_from[:]
+    seen: list[torch.dtype] = []
+    draw = Draw.__call__
+    monkeypatch.setattr(Draw, "__call__", lambda *args: seen.append(args[1].dtype) or draw(*args))
+    generate(model, top_k=0)
+    assert seen == 8 * [torch.float32]
 
 
 def test_stock_generate_samples_by_these_names() -> None:
