@@ -21,7 +21,7 @@ constexpr int kOtherRegisters = 136;  // 2 * 184 + 136 = 3 * 168: more would wai
 static_assert(kAttentionThreads == 384, "three warpgroups");
 constexpr int kBoxValues =
     64;  // the copy engine moves 128 bytes a row: as wide as a swizzled row can be
-constexpr int kMaxLeafSlots = 4;  // of one leaf warp
+constexpr int kMaxLeafBuffers = 4;  // of one leaf warp
 
 // In shared memory a row is cut into panels of 64 values = 128 bytes = all 32 banks; the chunks of
 // a panel row are swizzled by the row (chunk ^ row % 8), so 8 rows of one chunk, which ldmatrix
@@ -39,7 +39,7 @@ struct AttentionTraits {
   static constexpr int kBlockBytes = kBoxTokens * kPanels * 128;
   // A block is one copy if panels are whole.
   static constexpr int kBlockCopies = kHeadDim % 64 == 0 ? 1 : kPanels;
-  static constexpr int kSlotBytes =
+  static constexpr int kBufferBytes =
       2 * kLeafTokens / kBoxTokens * kBlockBytes;  // leaf warps': K, V
   // q: kRowsPerTile rows laid out like a tile.
   static constexpr int kQueryBytes = kRowsPerTile * kPanels * 128;
@@ -70,11 +70,11 @@ struct alignas(16) Tile {
                        //   count for all rows, and none is the item's last
 };
 
-// Up to 32 tokens of a leaf's item, in a slot of a leaf warp's ring.
+// Up to 32 tokens of a leaf's item, in a buffer of a leaf warp's ring.
 struct alignas(16) LeafTile {
   enum Flags : int32_t { kFirst = 1, kLast = 2 };
   int32_t flags;
-  int32_t begin, end;  // the slot's tokens that are the item's
+  int32_t begin, end;  // the buffer's tokens that are the item's
   int32_t head;
   int32_t token;  // the item's
   Target target;
@@ -82,8 +82,8 @@ struct alignas(16) LeafTile {
 };
 
 struct LeafRing {
-  uint64_t full[kMaxLeafSlots];  // K and V have arrived
-  LeafTile tiles[kMaxLeafSlots];
+  uint64_t full[kMaxLeafBuffers];  // K and V have arrived
+  LeafTile tiles[kMaxLeafBuffers];
 };
 
 struct Control {
@@ -115,7 +115,7 @@ __device__ __forceinline__ WorkHeader load_header(const WorkHeader* header) {
 static_assert(sizeof(Control) <= kControlBytes, "num_stages leaves no more");
 
 // Shared memory: the stages, of which the first are the matrix warps' ring (K then V) and the rest
-// the leaf warps' slots; then q of a shared item, and Control.
+// the leaf warps' buffers; then q of a shared item, and Control.
 template <typename Traits>
 struct SharedMemory {
   unsigned char* base;
@@ -140,7 +140,7 @@ struct SharedMemory {
 
 struct AttentionParams {
   CUtensorMap k_map, v_map;  // the pools as the copy engine sees them, for stages; sm_90 only
-  CUtensorMap leaf_k_map, leaf_v_map;  // and for leaf warps' slots
+  CUtensorMap leaf_k_map, leaf_v_map;  // and for leaf warps' buffers
   CUtensorMap q_map;                   // q, for shared items; if has_q_map
   TreeParams tree;
   const void* q;          // [num_tokens, num_q_heads, head_dim], strides below
@@ -148,8 +148,8 @@ struct AttentionParams {
   const void* v_pool;     // like k_pool
   void* out;              // [num_tokens, num_q_heads, head_dim]
   float* lse;             // [num_tokens, num_q_heads], natural log
-  float* state_out;       // [num slots, num_q_heads, head_dim], partial states, normalized
-  float* state_lse_log2;  // [num slots, num_q_heads]
+  float* state_out;       // [num states, num_q_heads, head_dim], partial states, normalized
+  float* state_lse_log2;  // [num states, num_q_heads]
   int32_t* ticket;        // [2], zero at the start: tickets drawn, of shared and of leaves' items
   uint64_t num_pages;
   int64_t q_token_stride;  // in 16-byte chunks

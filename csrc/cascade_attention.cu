@@ -83,7 +83,7 @@ bool is_served(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, cons
 
 // ---------------------------------------------------------------------- the work list
 
-// Slots for partial states. At most one a node read and one more for every shortest split, of
+// Places for partial states. At most one a node read and one more for every shortest split, of
 // the tokens that the page table can hold; capped, since splits then are longer.
 int64_t num_scratch_states(int64_t num_seqs, int64_t num_reads, int64_t num_listed_pages,
                            int64_t page_size) {

@@ -7,7 +7,7 @@
 //   Memory   K and V stream through rings in shared memory. A byte of a shared node comes from DRAM
 //            once and serves up to 128 query rows (a group's heads are rows) a tile.
 //   Writes   A query that has but one state: its row of `out` and `lse`. Else a float32 partial
-//            state to its slot, for merge_paths.cuh, the kernel that follows.
+//            state to its place, for merge_paths.cuh, the kernel that follows.
 #pragma once
 
 #include "leaf_warps.cuh"
@@ -49,13 +49,13 @@ __device__ inline void init_barriers(Control& control) {
   }
   if (i == 0) ptx::barrier_init(&control.queries_empty, kMatrixWarps);
   if (i < 2) ptx::barrier_init(&control.targets_empty[i], kMatrixWarps);
-  if (i < kMostLeafWarps * kMaxLeafSlots) {
-    LeafRing& ring = control.leaf_rings[i / kMaxLeafSlots];
-    ptx::barrier_init(&ring.full[i % kMaxLeafSlots], kLeafArrivals);
+  if (i < kMostLeafWarps * kMaxLeafBuffers) {
+    LeafRing& ring = control.leaf_rings[i / kMaxLeafBuffers];
+    ptx::barrier_init(&ring.full[i % kMaxLeafBuffers], kLeafArrivals);
   }
   if (i < 32) ptx::fence_async_proxy();  // the copy engine completes phases of these
 }
-static_assert(kMostLeafWarps * kMaxLeafSlots <= 32 && kMostStages <= 32, "the first warp's");
+static_assert(kMostLeafWarps * kMaxLeafBuffers <= 32 && kMostStages <= 32, "the first warp's");
 
 __device__ inline void prefetch_maps(const AttentionParams& params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL

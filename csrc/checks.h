@@ -79,9 +79,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 }
 
 // Whether `launch` makes programmatic dependent launches.
-inline bool has_early_launch() {
-  return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9;
-}
+inline bool has_early_launch() { return device_attribute(cudaDevAttrComputeCapabilityMajor) == 9; }
 
 // Programmatic dependent launch, on sm_90: a kernel's prologue overlaps the end of the kernel
 // before it. Every kernel launched this way waits (ptx::wait_for_previous_kernel) before it touches

@@ -1,6 +1,6 @@
 // A leaf warp: takes leaves' items, fetches their KV and computes on it, all by itself.
 //
-//   Owns     a ring of slots of 32 tokens of K and V, one head's (16 KB at head_dim 128), tickets
+//   Owns     a ring of buffers of 32 tokens of K and V, one head's (16 KB at head_dim 128), tickets
 //            of its own and up to 8 query rows (leaf_rows.cuh). It shares nothing with other warps,
 //            so its only waits are for memory.
 //   Moves    tiles, not items: while it computes on one item the next one's tiles are on their way,
@@ -17,7 +17,7 @@
 
 namespace hf_cascade {
 
-// What completes a slot: the copy engine's bytes and lane 0, or each lane's copies.
+// What completes a buffer: the copy engine's bytes and lane 0, or each lane's copies.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kLeafArrivals = 1;
 #else
@@ -27,14 +27,14 @@ constexpr int kLeafArrivals = 32;
 template <typename Traits>
 class LeafWarp {
  public:
-  // `slots`: shared memory for a ring of num_slots.
+  // `buffers`: shared memory for a ring of num_buffers.
   __device__ LeafWarp(const AttentionParams& params, const WorkHeader& header, LeafRing& ring,
-                      unsigned char* slots, int num_slots)
+                      unsigned char* buffers, int num_buffers)
       : p_(params),
         ring_(ring),
         lane_(threadIdx.x % 32),
-        num_slots_(num_slots),
-        slots_(ptx::shared_address(slots)) {
+        num_buffers_(num_buffers),
+        buffers_(ptx::shared_address(buffers)) {
     num_items_ = header.num_leaf_items;
   }
 
@@ -65,14 +65,14 @@ class LeafWarp {
   __device__ void run() {
     pages_ahead_ = load_pages(words_, 0);
     for (;;) {
-      while (num_fetched_ < num_slots_ && fetch_tile()) {
+      while (num_fetched_ < num_buffers_ && fetch_tile()) {
       }
       __syncwarp();  // what lane 0 stored of the tiles
       if (num_fetched_ == 0) break;
       look_ahead();
       wait_if_early();
       compute();
-      __syncwarp();  // all lanes have read the slot that the next tile goes to
+      __syncwarp();  // all lanes have read the buffer that the next tile goes to
     }
   }
 
@@ -186,7 +186,7 @@ class LeafWarp {
     tile.token = word(words_, offsetof(Item, token));
     tile.target = word(words_, offsetof(Item, target));
     load(tile);
-    fetch_slot_ = after(fetch_slot_);
+    fetch_buffer_ = after(fetch_buffer_);
     ++num_fetched_;
     start_ = next_start;
     block_ += LeafRows<Traits>::kBlocks;
@@ -195,12 +195,12 @@ class LeafWarp {
     return true;
   }
 
-  // Rows of the slot outside the tile's tokens hold whatever is near; `compute` clears them in V.
+  // Rows of the buffer outside the tile's tokens hold whatever is near; `compute` clears them in V.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __device__ void load(const LeafTile& tile) {
     constexpr int kBlocks = LeafRows<Traits>::kBlocks;
-    uint64_t* full = &ring_.full[fetch_slot_];
-    const uint32_t k = k_slot(fetch_slot_), v = v_slot(fetch_slot_);
+    uint64_t* full = &ring_.full[fetch_buffer_];
+    const uint32_t k = k_buffer(fetch_buffer_), v = v_buffer(fetch_buffer_);
     int page[kBlocks], slot[kBlocks];
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
@@ -209,7 +209,7 @@ class LeafWarp {
     }
     const int blocks = ceil_div(tile.end, kBoxTokens);  // 0: nothing to see
     if (ptx::elect_lane()) {
-      ring_.tiles[fetch_slot_] = tile;
+      ring_.tiles[fetch_buffer_] = tile;
       ptx::barrier_expect_bytes(full, 2 * blocks * Traits::kBlockBytes);
 #pragma unroll
       for (int c = 0; c < kBlocks; ++c) {
@@ -229,8 +229,8 @@ class LeafWarp {
   }
 #else
   __device__ void load(const LeafTile& tile) {
-    if (lane_ == 0) ring_.tiles[fetch_slot_] = tile;
-    const uint32_t k = k_slot(fetch_slot_), v = v_slot(fetch_slot_);
+    if (lane_ == 0) ring_.tiles[fetch_buffer_] = tile;
+    const uint32_t k = k_buffer(fetch_buffer_), v = v_buffer(fetch_buffer_);
     const char* k_pool = static_cast<const char*>(p_.k_pool);
     const char* v_pool = static_cast<const char*>(p_.v_pool);
 #pragma unroll
@@ -251,29 +251,29 @@ class LeafWarp {
         ptx::copy_async_16(v + place, v_pool + source, exists);
       }
     }
-    ptx::barrier_arrive_after_copies(&ring_.full[fetch_slot_]);
+    ptx::barrier_arrive_after_copies(&ring_.full[fetch_buffer_]);
   }
 #endif
 
   // The oldest tile.
   __device__ void compute() {
-    const LeafTile tile = ring_.tiles[slot_];
+    const LeafTile tile = ring_.tiles[buffer_];
     if (tile.flags & LeafTile::kFirst) {
       rows_.clear();
       rows_.load_queries(query_row(tile));
     }
-    ptx::barrier_wait(&ring_.full[slot_], (phases_ >> slot_) & 1);
-    phases_ ^= 1u << slot_;
+    ptx::barrier_wait(&ring_.full[buffer_], (phases_ >> buffer_) & 1);
+    phases_ ^= 1u << buffer_;
     if (tile.begin > 0 || tile.end < kLeafTokens) {
 #pragma unroll
       for (int c = 0; c < LeafRows<Traits>::kBlocks; ++c) {
-        clear_rows<Traits, kBoxTokens>(v_slot(slot_) + c * Traits::kBlockBytes,
+        clear_rows<Traits, kBoxTokens>(v_buffer(buffer_) + c * Traits::kBlockBytes,
                                        tile.begin - c * kBoxTokens, tile.end - c * kBoxTokens);
       }
     }
-    rows_.attend(k_slot(slot_), v_slot(slot_), tile.begin, tile.end, p_.scale_log2);
+    rows_.attend(k_buffer(buffer_), v_buffer(buffer_), tile.begin, tile.end, p_.scale_log2);
     if (tile.flags & LeafTile::kLast) finish(tile);
-    slot_ = after(slot_);
+    buffer_ = after(buffer_);
     --num_fetched_;
   }
 
@@ -306,15 +306,15 @@ class LeafWarp {
     }
   }
 
-  __device__ int after(int slot) const { return slot + 1 == num_slots_ ? 0 : slot + 1; }
-  __device__ uint32_t k_slot(int slot) const { return slots_ + slot * Traits::kSlotBytes; }
-  __device__ uint32_t v_slot(int slot) const { return k_slot(slot) + Traits::kSlotBytes / 2; }
+  __device__ int after(int buffer) const { return buffer + 1 == num_buffers_ ? 0 : buffer + 1; }
+  __device__ uint32_t k_buffer(int i) const { return buffers_ + i * Traits::kBufferBytes; }
+  __device__ uint32_t v_buffer(int i) const { return k_buffer(i) + Traits::kBufferBytes / 2; }
 
   const AttentionParams& p_;
   LeafRing& ring_;
   const int lane_;
-  const int num_slots_;
-  const uint32_t slots_;
+  const int num_buffers_;
+  const uint32_t buffers_;
   int num_items_;
   bool is_early_ = false;  // the kernel before us may still run
 
@@ -328,13 +328,13 @@ class LeafWarp {
   // The item whose tiles are being fetched.
   bool is_item_open_ = false;
   int begin_slot_ = 0, end_slot_ = 0;
-  int start_ = 0;                  // slot of the next tile
-  int block_ = 0;                  // of 16 tokens, that starts there
-  int32_t pages_ = 0;              // of the first 4 blocks, then of 32 at a time
-  int32_t pages_ahead_ = 0;        // of those that come next
-  int fetch_slot_ = 0, slot_ = 0;  // the next to fill, the next to compute on
+  int start_ = 0;                      // slot of the next tile
+  int block_ = 0;                      // of 16 tokens, that starts there
+  int32_t pages_ = 0;                  // of the first 4 blocks, then of 32 at a time
+  int32_t pages_ahead_ = 0;            // of those that come next
+  int fetch_buffer_ = 0, buffer_ = 0;  // the next to fill, the next to compute on
   int num_fetched_ = 0;
-  uint32_t phases_ = 0;  // bit s: the parity to wait for at slot s
+  uint32_t phases_ = 0;  // bit s: the parity to wait for at buffer s
   LeafRows<Traits> rows_;
 };
 

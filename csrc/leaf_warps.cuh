@@ -15,7 +15,7 @@ class LeafWarps {
       : p_(params), shared_(shared), header_(header) {
     num_ring_stages_ = shared.num_ring_stages(header);
     is_alone_ = header.num_shared_items == 0;
-    // Where items are few, more slots for a warp are better than more warps.
+    // Where items are few, more buffers for a warp are better than more warps.
     const int num_own = kLeafWarps * static_cast<int>(gridDim.x);
     const int wanted = is_alone_ && header.num_leaf_items > num_own ? kMostLeafWarps : kLeafWarps;
     num_warps_ = num_within(wanted, num_leaf_stages());
@@ -45,20 +45,20 @@ class LeafWarps {
  private:
   __device__ int num_leaf_stages() const { return shared_.num_stages - num_ring_stages_; }
 
-  // Warps that can have a slot each.
+  // Warps that can have a buffer each.
   static __device__ int num_within(int num_warps, int num_stages) {
-    return min(num_warps, num_stages * Traits::kStageBytes / Traits::kSlotBytes);
+    return min(num_warps, num_stages * Traits::kStageBytes / Traits::kBufferBytes);
   }
 
   // The index-th of num_warps that share these stages.
   __device__ LeafWarp<Traits> make_warp(int ring, int index, int num_warps, int first_stage,
                                         int num_stages) const {
-    const int slots = num_stages * Traits::kStageBytes / (num_warps * Traits::kSlotBytes);
-    const int num_slots = min(kMaxLeafSlots, slots);
-    return LeafWarp<Traits>(
-        p_, header_, shared_.control().leaf_rings[ring],
-        shared_.base + first_stage * Traits::kStageBytes + index * num_slots * Traits::kSlotBytes,
-        num_slots);
+    const int fitting = num_stages * Traits::kStageBytes / (num_warps * Traits::kBufferBytes);
+    const int num_buffers = min(kMaxLeafBuffers, fitting);
+    return LeafWarp<Traits>(p_, header_, shared_.control().leaf_rings[ring],
+                            shared_.base + first_stage * Traits::kStageBytes +
+                                index * num_buffers * Traits::kBufferBytes,
+                            num_buffers);
   }
 
   const AttentionParams& p_;

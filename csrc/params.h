@@ -21,8 +21,8 @@ struct TreeParams {
   int num_reads;
 };
 
-// Where the state of a query token goes: the slot of its partial state or, below 0, ~token, its row
-// of `out`. kNowhere: the sequence has no query token.
+// Where the state of a query token goes: the place of its partial state or, below 0, ~token, its
+// row of `out`. kNowhere: the sequence has no query token.
 using Target = int32_t;
 constexpr Target kNowhere = INT32_MIN;
 

@@ -1,4 +1,4 @@
-// Where a finished query row goes: a slot for its partial state (float32, for merge_paths.cuh) or,
+// Where a finished query row goes: a place for its partial state (float32, for merge_paths.cuh) or,
 // if it is all the row has, its row of `out` and `lse`.
 #pragma once
 
