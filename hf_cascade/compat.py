@@ -148,13 +148,13 @@ class CascadeGenerate:
             options = torch._inductor.list_mode_options(config.mode) | options
             config.mode = None
         name = "post_grad_custom_pre_pass"
-        self.cascade.fusion.then = options.get(name) or getattr(torch._inductor.config, name)
+        then = options.get(name) or getattr(torch._inductor.config, name)
         if rows == 1 and self.device.type == "cuda":
             # Where matrices meet a single vector, the compiler's own kernels beat the library's, if
             # each computes its vector first, instead of anew for every row of the matrix.
             options.setdefault("coordinate_descent_tuning", True)
             options.setdefault("realize_opcount_threshold", 6)
-        config.options = options | {name: self.cascade.fusion}
+        config.options = options | {name: self.cascade.fusion(then)}
         config._compile_all_devices = True
         return config
 

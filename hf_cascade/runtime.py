@@ -9,13 +9,15 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph
 
 from .cache import CascadeCache
 from .columns import Columns
@@ -31,6 +33,13 @@ from .tree import KVTree
 logger = logging.getLogger("hf_cascade")
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+def _is_same(one: object, other: object) -> bool:
+    """Whether two passes of the user's do the same; transformers copies those that are objects."""
+    if isinstance(one, CustomGraphPass) and type(one) is type(other):
+        return one is other or (one.uuid() is not None and one.uuid() == other.uuid())
+    return one == other
 
 
 @dataclass(frozen=True)
@@ -64,7 +73,7 @@ class Cascade:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.fusion = FusePass(batch_invariant=options.batch_invariant)
+        self._fusions: list[FusePass] = []
         self.compiler = StepCompiler()
         self.lock = threading.RLock()
         self._in_strict = threading.local()  # depth of `strict()` contexts in this thread
@@ -78,6 +87,17 @@ class Cascade:
 
     def __reduce__(self):
         return type(self), (self.options,)
+
+    def fusion(self, then: Callable[[Graph], None] | None) -> FusePass:
+        """The pass that fuses this model's cascades before `then`: one object for each of those.
+
+        Compile configs that have the same one are equal, and share what is compiled.
+        """
+        for known in self._fusions:
+            if _is_same(known.then, then):
+                return known
+        self._fusions.append(FusePass(then, batch_invariant=self.options.batch_invariant))
+        return self._fusions[-1]
 
     def __deepcopy__(self, memo: dict) -> Cascade:
         return type(self)(self.options)

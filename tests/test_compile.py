@@ -7,11 +7,13 @@ import logging
 import pickle
 import threading
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch._dynamo.utils import counters
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CompileConfig,
@@ -159,6 +161,32 @@ def test_the_users_own_options_are_kept(stock: PreTrainedModel) -> None:
     assert seen
     assert model.cascade.stats.fused_layers == NUM_LAYERS
     assert torch.equal(tokens, generate(stock, 9, max_new_tokens=4))
+
+
+class Counting(CustomGraphPass):
+    """A pass of the user's; transformers copies it in every call."""
+
+    seen: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.seen.append(self.name)
+
+    def uuid(self) -> str:
+        return self.name
+
+
+def test_each_pass_of_the_users_has_its_own_compiled_steps(stock: PreTrainedModel) -> None:
+    model = hf_cascade.patch(copy.deepcopy(stock), strict=True, compile=True)
+    Counting.seen.clear()
+    for name in ("first", "second", "first", "second"):
+        config = CompileConfig(mode=None, options={"post_grad_custom_pre_pass": Counting(name)})
+        generate(model, 9, compile_config=config, max_new_tokens=3)
+        assert model.cascade.stats.fused_layers == NUM_LAYERS
+    generate(model, 9, max_new_tokens=3)
+    assert Counting.seen == ["first", "second"]
 
 
 def test_copies_compile_anew(stock: PreTrainedModel, patched: PreTrainedModel) -> None:

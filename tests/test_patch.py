@@ -116,7 +116,9 @@ def test_batch_invariance_reaches_the_work_lists(batch_invariant, monkeypatch):
     assert_same(run(new_model(), **SAMPLED), run(model, **SAMPLED))
     assert made
     assert set(made) == {batch_invariant}
-    assert model.cascade.fusion.batch_invariant is batch_invariant  # compiled steps: test_fuse
+    assert (
+        model.cascade.fusion(None).batch_invariant is batch_invariant
+    )  # compiled steps: test_fuse
 
 
 @pytest.mark.parametrize(
