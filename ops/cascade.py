@@ -280,6 +280,10 @@ def _work_list_fake(
     q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
     page_size, num_q_heads, num_kv_heads, head_dim, batch_invariant=False,
 ):  # fmt: skip
+    _check_work_list(
+        q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, reader_indptr, readers,
+        page_size, num_q_heads, num_kv_heads, head_dim,
+    )  # fmt: skip
     if q_indptr.device.type != "cuda":
         return q_indptr.new_empty(0)
     # As csrc/params.h and csrc/cascade_attention.cu have it: counts, then 16 values an item.

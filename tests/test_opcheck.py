@@ -108,8 +108,11 @@ def test_angles_may_come_along(dtype):
 )
 def test_a_work_list_says_what_it_cannot_be_made_of(changed, message):
     sizes = {"page_size": 16, "num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    given = build(FOREST).args(ops.work_list) | sizes | changed
     with pytest.raises(ValueError, match=message):
-        ops.work_list(**build(FOREST).args(ops.work_list) | sizes | changed)
+        ops.work_list(**given)
+    with FakeTensorMode() as mode, pytest.raises(ValueError, match=message):
+        ops.work_list(**tree_map_only(Tensor, mode.from_tensor, given))
 
 
 def overload(name: str) -> OpOverload:
