@@ -13,9 +13,7 @@ rest of such a call, sampling included. Every cell is preceded by calls of its s
 `compile s` is what the first one took longer. Floors use this run's own roofs: a step must read the
 weights (but the input embedding) and the tree's KV once, and do their multiplications.
 
-`--log-p` compares log-probabilities of sampled tokens: those of the decode steps that sampled them
-(patched), and those of stock's decode steps fed with the same tokens, each against one stock
-forward pass over the whole text, in bfloat16 as they are, and in float32: the truth.
+`--log-p` compares log-probabilities of sampled tokens as benchmarks/log_p.py does.
 
 Results go to generate_<model>.csv and .png in $OUT or benchmarks/results, row by row.
 """
@@ -38,6 +36,7 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_cascade
+from benchmarks import log_p
 from benchmarks.bench_attention import Roofs, measure_roofs
 from hf_cascade.cache import CascadeCache
 
@@ -235,44 +234,14 @@ def timed_apart(model: LlamaForCausalLM, ids: torch.Tensor, **options: object) -
     return Call(prefill_s, whole.rest_s - prefill_s)
 
 
-@torch.no_grad()
 def log_p_errors(model: LlamaForCausalLM, options: argparse.Namespace) -> str:
-    """Errors of the log-probabilities of sampled tokens, patched and stock: largest and RMS."""
-    samples, length, new_tokens = 4, 512, 64
+    """Errors of the log-probabilities of sampled tokens, in words."""
     torch.manual_seed(0)
-    ids = torch.randint(3, model.config.vocab_size, (1, length), device="cuda")
+    ids = torch.randint(3, model.config.vocab_size, (1, log_p.PROMPT_TOKENS), device="cuda")
     with as_side(model, "patched", options):
-        out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=True, top_k=0,
-            num_return_sequences=samples, max_new_tokens=new_tokens, min_new_tokens=new_tokens,
-            output_logits=True, return_dict_in_generate=True,
-        )  # fmt: skip
-    tokens = out.sequences[:, length:, None]
-
-    def log_p(logits: torch.Tensor) -> torch.Tensor:
-        return logits.float().log_softmax(-1).gather(-1, tokens).squeeze(-1)
-
-    def forward_pass(of: LlamaForCausalLM) -> torch.Tensor:
-        return log_p(of(out.sequences[:, :-1], logits_to_keep=new_tokens).logits)
-
-    cache = transformers.DynamicCache()
-    steps = [model(out.sequences[:, :length], past_key_values=cache, logits_to_keep=1).logits]
-    for token in tokens[:, :-1].unbind(1):
-        steps.append(model(token, past_key_values=cache).logits)
-    sides = {"patched": log_p(torch.stack(out.logits, 1)), "stock": log_p(torch.cat(steps, 1))}
-    passes = {"bfloat16": forward_pass(model)}
-    passes["float32"] = forward_pass(copy.deepcopy(model).float())
-    parts = []
-    for dtype, true in passes.items():
-        errors = {side: (found - true).abs() for side, found in sides.items()}
-        parts.append(
-            f"of a {dtype} pass: "
-            + ", ".join(
-                f"{side} {error.max():.4f} ({error.square().mean().sqrt():.4f})"
-                for side, error in errors.items()
-            )
-        )
-    return f"max (RMS) |log p - that {'; '.join(parts)}|"
+        out = log_p.sample(model, ids)
+    exact = copy.deepcopy(model).float()
+    return log_p.describe(log_p.errors(out, ids.shape[1], model, exact))
 
 
 def cell_name(text: str) -> str:
