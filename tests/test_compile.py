@@ -8,6 +8,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from typing import ClassVar
+from uuid import UUID, uuid4
 
 import pytest
 import torch
@@ -167,6 +168,7 @@ class Counting(CustomGraphPass):
     """A pass of the user's; transformers copies it in every call."""
 
     seen: ClassVar[list[str]] = []
+    run: ClassVar[UUID] = uuid4()  # or what it compiled in another one would come from the disk
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -175,7 +177,7 @@ class Counting(CustomGraphPass):
         self.seen.append(self.name)
 
     def uuid(self) -> str:
-        return self.name
+        return f"{self.name} {self.run}"
 
 
 def test_each_pass_of_the_users_has_its_own_compiled_steps(stock: PreTrainedModel) -> None:
