@@ -57,6 +57,7 @@ class CascadeCache(Cache):
         self.decode_steps = 0
         self.row_steps = 0  # decoded tokens stored, over all rows, those that are over included
         self.longest_path = 0
+        self._longest_served: int | None = None  # None is no limit
         self.may_step_too_far = False  # a decode step more than the call needs does no harm
         self._length = 0
         self._max_new_tokens = 0
@@ -160,6 +161,7 @@ class CascadeCache(Cache):
         """
         self.prompt_length = [sum(node.kv_len for node in self.tree.path(end)) for end in ends]
         self.longest_path = max(self.prompt_length)
+        self._check_paths()
         self.leaves = list(self.tree.open_leaves(ends))
         self._length = padded_length
 
@@ -181,7 +183,21 @@ class CascadeCache(Cache):
         self._grown = len(live)
         self.row_steps += self._grown
         self.longest_path += room > 0
+        self._check_paths()
         self._length += room > 0
+
+    def limit_paths(self, sliding_window: int) -> None:
+        """A layer attends to no more tokens than these: longer paths are an error from now on."""
+        known = self._longest_served
+        self._longest_served = sliding_window if known is None else min(known, sliding_window)
+        self._check_paths()
+
+    def _check_paths(self) -> None:
+        if self._longest_served is not None and self._longest_served < self.longest_path:
+            raise UnsupportedModelError(
+                f"attention with sliding_window={self._longest_served} over "
+                f"{self.longest_path} tokens"
+            )
 
     def _begin_in_place(self, leaves: Sequence[Node | None], room: int) -> None:
         """Like `begin`, with the tensors and the shapes of the first step in all later ones."""

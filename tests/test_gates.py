@@ -166,8 +166,23 @@ def test_what_the_attention_function_can_t_do_is_an_error(argument, value, monke
     monkeypatch.setattr(
         attention, "forward", lambda self, *a, **kw: forward(self, *a, **kw | {argument: value})
     )
-    with pytest.raises(CascadeError, match=argument):
-        run(model, **RAGGED)
+    for max_new_tokens in (1, 12):
+        with pytest.raises(CascadeError, match=argument):
+            run(model, **RAGGED, max_new_tokens=max_new_tokens)
+        assert model.cascade.allocator.pages_in_use == 0
+
+
+def test_a_window_that_is_outgrown_in_decoding_is_an_error(monkeypatch):
+    model = hf_cascade.patch(new_model(), compile=True)
+    attention = type(model.model.layers[0].self_attn)
+    forward = attention.forward
+    window = len(RAGGED["input_ids"][0]) + 3
+    monkeypatch.setattr(
+        attention, "forward", lambda self, *a, **kw: forward(self, *a, **kw, sliding_window=window)
+    )
+    run(model, **RAGGED, max_new_tokens=4)
+    with pytest.raises(CascadeError, match=f"sliding_window={window} over {window + 1} tokens"):
+        run(model, **RAGGED, max_new_tokens=5)
     assert model.cascade.allocator.pages_in_use == 0
 
 
