@@ -4,8 +4,9 @@ import copy
 
 import pytest
 import torch
+from models import new_model
 from torch import Tensor
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 import hf_cascade
 from hf_cascade.columns import GROWING, Columns
@@ -52,12 +53,7 @@ def test_what_someone_changed_meanwhile_counts(name) -> None:
 
 @pytest.fixture
 def stock() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, initializer_range=0.4,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return new_model("llama", eos_token_id=None)
 
 
 def test_a_call_s_inputs_are_stock_s(stock, monkeypatch) -> None:

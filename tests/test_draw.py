@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import new_model
 from torch import Tensor
 from torch._dynamo.utils import counters
-from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import GenerationMixin, LlamaForCausalLM, PreTrainedModel
 
 import hf_cascade
 from hf_cascade.draw import Draw, replacements, select
@@ -131,12 +132,7 @@ def test_what_does_not_fit_goes_to_torch() -> None:
 
 @pytest.fixture
 def stock() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
-        num_attention_heads=4, num_key_value_heads=2, eos_token_id=None, initializer_range=0.4,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return new_model("llama", eos_token_id=None)
 
 
 @pytest.fixture
