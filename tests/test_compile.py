@@ -13,6 +13,7 @@ from uuid import UUID, uuid4
 import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from models import new_model
 from torch._dynamo.utils import counters
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -81,6 +82,16 @@ def test_one_graph_serves_all_lengths(stock: PreTrainedModel, patched: PreTraine
         assert torch.equal(generate(patched, length), generate(stock, length))
     assert not counters["stats"]["unique_graphs"]
     assert not counters["graph_break"]
+
+
+def test_a_window_is_no_reason_to_compile_again() -> None:
+    """Paths grow, and whether the window covers them is asked of each step, on the host."""
+    model = hf_cascade.patch(new_model("mistral"), strict=True, compile=True)
+    assert model.config.sliding_window
+    counters.clear()
+    for length in (9, 20):
+        generate(model, length, rows=3, do_sample=False, num_return_sequences=1)
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_every_layer_is_fused(patched: PreTrainedModel) -> None:
