@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_cascade
 from hf_cascade.capture import Capturer, Graph
+from hf_cascade.products import by_faster_library
 from hf_cascade.step import CompiledForward, DecodeStep
 from hf_cascade.stopping import LateStopCheck
 
@@ -126,6 +127,29 @@ def test_tokens_are_those_of_uncaptured_steps(patched, captures, options) -> Non
         assert None not in captures
         assert torch.equal(found, uncaptured(patched, length, **options))
         assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("samples", [33, 64])
+def test_captured_products_are_by_the_faster_library(
+    patched, captures, monkeypatch, samples
+) -> None:
+    """All others, those of the prompt among them, are by what was set before."""
+    before = torch.backends.cuda.preferred_blas_library()
+    options = {"num_return_sequences": samples}
+    generate(patched, 20, **options)  # compiles, or runs this shape's first step uncaptured
+    found = generate(patched, 20, **options)
+    assert len(captures) >= 2
+    assert None not in captures
+    assert torch.backends.cuda.preferred_blas_library() == before
+    run = CompiledForward._run
+
+    def run_by_faster_library(self, inputs):
+        with by_faster_library(samples):
+            return run(self, inputs)
+
+    monkeypatch.setattr(CompiledForward, "_run", run_by_faster_library)
+    assert torch.equal(found, uncaptured(patched, 20, **options))
+    assert torch.backends.cuda.preferred_blas_library() == before
 
 
 @pytest.mark.parametrize("samples", [1, 6])
