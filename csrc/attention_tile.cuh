@@ -54,8 +54,10 @@ struct RowTile {
     float score[kScoreTiles][4];
     multiply_keys(score, q, first_row, k);
     if constexpr (kMasked) mask(score, begin, limit);
-    float keep[2];
-    if (softmax.soften(score, keep, scale_log2)) rescale(keep);
+    float larger[2];
+    if (softmax.is_exceeded(score, larger, scale_log2)) follow(larger);
+    softmax.soften(score, scale_log2);
+    softmax.add(score);
     multiply_values(score, v);
   }
 
@@ -64,11 +66,11 @@ struct RowTile {
   static constexpr int kScoreTiles = Traits::kKvTile / 8;
   static constexpr int kPanelBytes = Traits::kKvTile * 128;
 
-  static __device__ uint64_t describe(uint32_t tile) {
+  static __device__ uint32_t describe(uint32_t tile) {
     return wgmma::descriptor(tile, kPanelBytes);
   }
 
-  __device__ void start_keys(float (&score)[kScoreTiles][4], uint64_t tile) {
+  __device__ void start_keys(float (&score)[kScoreTiles][4], uint32_t tile) {
 #pragma unroll
     for (int step = 0; step < kDepthSteps; ++step) {
       wgmma::multiply_keys<typename Traits::T>(
@@ -77,7 +79,7 @@ struct RowTile {
     wgmma::commit();
   }
 
-  __device__ void start_values(const uint32_t (&probability)[kScoreTiles / 2][4], uint64_t tile) {
+  __device__ void start_values(const uint32_t (&probability)[kScoreTiles / 2][4], uint32_t tile) {
 #pragma unroll
     for (int t = 0; t < kScoreTiles / 2; ++t) {
       wgmma::multiply_values<typename Traits::T>(out, probability[t], tile + t * 16 * 128 / 16);
@@ -106,7 +108,9 @@ struct RowTile {
     }
   }
 
-  __device__ void rescale(const float (&keep)[2]) {
+  __device__ void follow(float (&larger)[2]) {
+    float keep[2];
+    softmax.follow(larger, keep);
 #pragma unroll
     for (int j = 0; j < kColumnTiles; ++j) {
 #pragma unroll

@@ -65,7 +65,7 @@ struct LeafRows {
       const uint32_t (&b)[2] = query[kKeepsQuery ? step : 0];
       ptx::multiply_add<T>(chain[step % 2][c], a[step % kAhead][c], b[0], b[1]);
     });
-    float score[kBlocks][4], keep[2];
+    float score[kBlocks][4], larger[2];
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
 #pragma unroll
@@ -81,7 +81,9 @@ struct LeafRows {
       ptx::load_matrices_transposed(a[step % kAhead][c], operand(v, step, c));
     };
     first_loads(load_values);
-    if (softmax.soften(score, keep, scale_log2)) rescale(keep);
+    if (softmax.is_exceeded(score, larger, scale_log2)) follow(larger);
+    softmax.soften(score, scale_log2);
+    softmax.add(score);
     uint32_t b[kBlocks][2];
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
@@ -131,7 +133,9 @@ struct LeafRows {
     b[1] = query_row ? query_row[8 * step + 4] : 0;
   }
 
-  __device__ void rescale(const float (&keep)[2]) {
+  __device__ void follow(float (&larger)[2]) {
+    float keep[2];
+    softmax.follow(larger, keep);
 #pragma unroll
     for (int j = 0; j < kDepthSteps; ++j) {
 #pragma unroll

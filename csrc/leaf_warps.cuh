@@ -15,10 +15,10 @@ class LeafWarps {
       : p_(params), shared_(shared), header_(header) {
     num_ring_stages_ = shared.num_ring_stages(header);
     is_alone_ = header.num_shared_items == 0;
-    // Where items are few, more buffers for a warp are better than more warps.
     const int num_own = kLeafWarps * static_cast<int>(gridDim.x);
-    const int wanted = is_alone_ && header.num_leaf_items > num_own ? kMostLeafWarps : kLeafWarps;
-    num_warps_ = num_within(wanted, num_leaf_stages());
+    has_many_items_ = header.num_leaf_items > (is_alone_ ? 1 : 2) * num_own;
+    num_warps_ =
+        num_within(is_alone_ && has_many_items_ ? kMostLeafWarps : kLeafWarps, num_leaf_stages());
   }
 
   // Which of them a warp of the CTA is.
@@ -45,9 +45,11 @@ class LeafWarps {
  private:
   __device__ int num_leaf_stages() const { return shared_.num_stages - num_ring_stages_; }
 
-  // Warps that can have a buffer each.
-  static __device__ int num_within(int num_warps, int num_stages) {
-    return min(num_warps, num_stages * Traits::kStageBytes / Traits::kBufferBytes);
+  // Warps that can have a buffer each. Where items are few, two for a warp are better than more
+  // warps.
+  __device__ int num_within(int num_warps, int num_stages) const {
+    const int buffers = num_stages * Traits::kStageBytes / Traits::kBufferBytes;
+    return min(num_warps, has_many_items_ || buffers < num_warps ? buffers : buffers / 2);
   }
 
   // The index-th of num_warps that share these stages.
@@ -64,7 +66,7 @@ class LeafWarps {
   const AttentionParams& p_;
   const SharedMemory<Traits>& shared_;
   const WorkHeader& header_;
-  bool is_alone_;
+  bool is_alone_, has_many_items_;
   int num_ring_stages_, num_warps_;
 };
 

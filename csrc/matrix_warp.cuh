@@ -6,6 +6,8 @@
 //   Writes   the rows to their targets.
 #pragma once
 
+#include <cstddef>
+
 #include "attention_tile.cuh"
 #include "target_row.cuh"
 
@@ -23,7 +25,10 @@ class MatrixWarp {
         control_(shared.control()),
         lane_(threadIdx.x % 32),
         warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0)),
-        num_stages_(shared.num_ring_stages(header)) {}
+        num_stages_(shared.num_ring_stages(header)),
+        first_full_(held_address(control_.full)),
+        first_empty_(first_full_ + offsetof(Control, empty) - offsetof(Control, full)),
+        first_keys_(RowTile<Traits>::describe(shared.k(0))) {}
 
   __device__ void run() {
     for (;;) {
@@ -49,8 +54,21 @@ class MatrixWarp {
  private:
   // ------------------------------------------------------------------ the ring
 
+  // Of Control's barriers, kept in a register: ptxas would find it anew for each use, which takes
+  // 50 clocks of a tile. It can't do so with the result of a shuffle.
+  static __device__ uint32_t held_address(const void* pointer) {
+    return __shfl_sync(~0u, ptx::shared_address(pointer), 0);
+  }
+
+  __device__ uint32_t full(int stage) const { return first_full_ + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return first_empty_ + 8 * stage; }
+
   __device__ Tile next_tile() {
-    ptx::barrier_wait(&control_.full[stage_], phase_);
+    ptx::barrier_wait(full(stage_), phase_);
+    return read_tile();
+  }
+
+  __device__ Tile read_tile() {
     Tile tile = control_.tiles[stage_];
     tile.flags = __shfl_sync(~0u, tile.flags, 0);  // the compiler learns that warps don't diverge
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
@@ -60,7 +78,7 @@ class MatrixWarp {
 
   __device__ void release(int stage) {
     __syncwarp();
-    if (ptx::elect_lane()) ptx::barrier_arrive(&control_.empty[stage]);
+    if (ptx::elect_lane()) ptx::barrier_arrive(empty(stage));
   }
 
   __device__ void advance() {
@@ -96,6 +114,30 @@ class MatrixWarp {
   using Scores = float[RowTile<Traits>::kScoreTiles][4];
   using Probabilities = uint32_t[RowTile<Traits>::kScoreTiles / 2][4];
 
+  // The next stage, looked up while this one's products are computed.
+  struct Ahead {
+    int stage;
+    uint32_t phase;
+    uint32_t keys;  // descriptor
+    bool has_arrived;
+  };
+
+  __device__ Ahead look_ahead() const {
+    const bool wraps = stage_ + 1 == num_stages_;
+    Ahead next;
+    next.stage = wraps ? 0 : stage_ + 1;
+    next.phase = phase_ ^ (wraps ? 1 : 0);
+    next.keys = keys_of(next.stage);
+    next.has_arrived = ptx::barrier_has_passed(full(next.stage), next.phase);
+    return next;
+  }
+
+  // A stage's descriptors.
+  __device__ uint32_t keys_of(int stage) const {
+    return first_keys_ + stage * (Traits::kStageBytes / 16);
+  }
+  static constexpr uint32_t kValuesAfterKeys = Traits::kTileBytes / 16;
+
   // All tiles of an item, by a warpgroup. Leaves the last one's stage to be passed.
   //
   // A step is q K^T of one tile and P V of the one before. The two warpgroups are left to
@@ -105,50 +147,57 @@ class MatrixWarp {
       load_queries();
       Scores score;
       Probabilities probability;
-      float keep[2];
+      float larger[2];
       int limit[2];
       find_limits(limit, tile);
       clear_tile_padding(tile);
+      uint32_t keys = keys_of(stage_);
       wgmma::fence();
-      rows_.start_keys(score, rows_.describe(shared_.k(stage_)));
+      rows_.start_keys(score, keys);
       wgmma::wait<0>();
       wgmma::settle(score);
       rows_.mask(score, tile.begin, limit);
-      rows_.softmax.soften(score, keep, p_.scale_log2);
-      rows_.pack_probabilities(probability, score);
-      int previous = stage_;  // its P V is due
+      if (rows_.softmax.is_exceeded(score, larger, p_.scale_log2)) rows_.follow(larger);
+      rows_.softmax.soften(score, p_.scale_log2);
+      Ahead next = look_ahead();
       while (!(tile.flags & Tile::kLast)) {
-        advance();
-        const uint64_t keys = rows_.describe(shared_.k(stage_));
-        const uint64_t values = rows_.describe(shared_.v(previous));
-        bool moves;
+        const int previous = stage_;  // its P V is due
+        const uint32_t values = keys + kValuesAfterKeys;
+        stage_ = next.stage;
+        phase_ = next.phase;
+        keys = next.keys;
+        if (!next.has_arrived) ptx::barrier_wait(full(stage_), phase_);
+        rows_.softmax.add(score);  // here: see Softmax
+        rows_.pack_probabilities(probability, score);
+        bool exceeded;
         if (tile.num_whole > 0) {
           --tile.num_whole;
-          ptx::barrier_wait(&control_.full[stage_], phase_);
-          moves = take_step<false>(score, probability, keep, tile, keys, values);
+          exceeded = take_step<false>(score, probability, larger, tile, keys, values, next);
         } else {
-          tile = next_tile();
-          moves = take_step<true>(score, probability, keep, tile, keys, values);
+          tile = read_tile();
+          exceeded = take_step<true>(score, probability, larger, tile, keys, values, next);
         }
         release(previous);
-        if (moves) rows_.rescale(keep);
-        rows_.pack_probabilities(probability, score);
-        previous = stage_;
+        if (exceeded) rows_.follow(larger);
+        rows_.softmax.soften(score, p_.scale_log2);
       }
+      rows_.softmax.add(score);
+      rows_.pack_probabilities(probability, score);
       wgmma::fence();
-      rows_.start_values(probability, rows_.describe(shared_.v(previous)));
+      rows_.start_values(probability, keys + kValuesAfterKeys);
       wgmma::wait<0>();
       wgmma::settle(rows_.out);
-      release(previous);
+      release(stage_);
     }
     return tile;
   }
 
-  // Scores to new probabilities, while the old ones are multiplied by the previous stage's V. ptxas
-  // waits for all products at the first branch after them: there is none between the waits.
+  // New scores, while the old probabilities are multiplied by the previous stage's V; true if they
+  // exceed the maxima. ptxas waits for all products at the first branch after them: there is none
+  // between the waits.
   template <bool kMasked>
-  __device__ bool take_step(Scores& score, const Probabilities& probability, float (&keep)[2],
-                            const Tile& tile, uint64_t keys, uint64_t values) {
+  __device__ bool take_step(Scores& score, const Probabilities& probability, float (&larger)[2],
+                            const Tile& tile, uint32_t keys, uint32_t values, Ahead& next) {
     int limit[2];
     if constexpr (kMasked) {
       find_limits(limit, tile);
@@ -157,13 +206,14 @@ class MatrixWarp {
     wgmma::fence();
     rows_.start_keys(score, keys);
     rows_.start_values(probability, values);
+    next = look_ahead();
     wgmma::wait<1>();
     wgmma::settle(score);
     if constexpr (kMasked) rows_.mask(score, tile.begin, limit);
-    const bool moves = rows_.softmax.soften(score, keep, p_.scale_log2);
+    const bool exceeded = rows_.softmax.is_exceeded(score, larger, p_.scale_log2);
     wgmma::wait<0>();
     wgmma::settle(rows_.out);
-    return moves;
+    return exceeded;
   }
 
   // One tile, by a warp alone.
@@ -237,7 +287,9 @@ class MatrixWarp {
   const SharedMemory<Traits>& shared_;
   Control& control_;
   const int lane_, warp_;
-  const int num_stages_;  // of the ring
+  const int num_stages_;                     // of the ring
+  const uint32_t first_full_, first_empty_;  // addresses of Control's barriers
+  const uint32_t first_keys_;                // descriptor
   RowTile<Traits> rows_;
   int stage_ = 0;
   uint32_t phase_ = 0;

@@ -21,16 +21,20 @@ __device__ __forceinline__ void copy_async_16(uint32_t target, const void* sourc
                : "memory");
 }
 
-// mbarriers. A phase ends when `count` arrivals have come; `parity` names the phase waited for.
+// mbarriers, by pointer or by address in shared memory. A phase ends when `count` arrivals have
+// come; `parity` names the phase waited for.
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count)
                : "memory");
 }
 
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(barrier)
+               : "memory");
+}
+
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
-  asm volatile(
-      "{ .reg .b64 state; mbarrier.arrive.shared.b64 state, [%0]; }" ::"r"(shared_address(barrier))
-      : "memory");
+  barrier_arrive(shared_address(barrier));
 }
 
 // Arrives when all cp.async of this thread so far have landed.
@@ -39,25 +43,43 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
                : "memory");
 }
 
-__device__ __forceinline__ bool barrier_has_passed(uint64_t* barrier, uint32_t parity) {
+// Whether the phase has ended, at once.
+__device__ __forceinline__ bool barrier_has_passed(uint32_t barrier, uint32_t parity) {
   uint32_t passed;
   asm volatile(
       "{ .reg .pred p;"
-#if __CUDA_ARCH__ >= 900
-      "  mbarrier.try_wait.parity.shared.b64 p, [%1], %2;"
-#else
       "  mbarrier.test_wait.parity.shared.b64 p, [%1], %2;"
-#endif
       "  selp.u32 %0, 1, 0, p; }"
       : "=r"(passed)
-      : "r"(shared_address(barrier)), "r"(parity)
+      : "r"(barrier), "r"(parity)
       : "memory");
   return passed != 0;
 }
 
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  while (!barrier_has_passed(barrier, parity)) {
+// The same, but it may take its time, in which it does not compete with other warps.
+__device__ __forceinline__ bool barrier_passes(uint32_t barrier, uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t passed;
+  asm volatile(
+      "{ .reg .pred p;"
+      "  mbarrier.try_wait.parity.shared.b64 p, [%1], %2;"
+      "  selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return passed != 0;
+#else
+  return barrier_has_passed(barrier, parity);
+#endif
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  while (!barrier_passes(barrier, parity)) {
   }
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  barrier_wait(shared_address(barrier), parity);
 }
 
 // Announces bytes that the copy engine will deliver before the phase may end.

@@ -84,6 +84,7 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
   const int shared_states = sums.shared_states[lane], leaf_states = sums.leaf_states[lane];
   const float shared_time = shared_us(sums.shared_items[lane], units, sums.shared, shape);
   const int leaf_warps = sums.shared_items[0] == 0 ? kMostLeafWarps : kLeafWarps;
+  const float memory_time = leaf_memory_us(sums.leaf, shape);
   const float leaf_time = leaf_us(sums.leaf_items[lane], units, sums.leaf, leaf_warps, shape);
   constexpr float kLastResort = 1e30f;  // the last candidate always fits: one split a node
   SplitChoice result;
@@ -96,7 +97,8 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
     const int least = sums.leaf_states[kNumCandidates - 1];
     const bool shared_fits = shared_states <= shape.max_states - least && lane > 0;
     shared_choice =
-        find_cheapest(shared_fits ? shared_time + merge_us(shared_states, units, sums.shared, shape)
+        find_cheapest(shared_fits ? beside_us(shared_time, memory_time) +
+                                        merge_us(shared_states, units, sums.shared, shape)
                                   : kLastResort);
     const int left = shape.max_states - sums.shared_states[shared_choice];
     leaf_choice = find_cheapest(leaf_states <= left
@@ -107,7 +109,7 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
     result.leaf_split = kSplitUnit * candidate_units(leaf_choice);
   }
   result.shared_us = __shfl_sync(~0u, shared_time, shared_choice);
-  result.leaf_us = leaf_memory_us(sums.leaf, shape);
+  result.leaf_us = memory_time;
   return result;
 }
 

@@ -101,12 +101,12 @@ __host__ __device__ inline bool is_single(int num_readers, const WorkShape& shap
 
 // ---------------------------------------------------------------------- estimates
 
-constexpr float kTileUs = 0.95f;         // matrix warps, for 64 tokens
-constexpr float kSharedItemTiles = 3.f;  // start and end of an item, in such tiles
-constexpr float kLeafUnitUs = 1.5f;      // a leaf warp, for 64 tokens
-constexpr float kLeafItemUs = 1.5f;      // start and end of an item
-constexpr float kFullGridUs = 3.f;       // no CTA without items, whose place the next kernel takes
-constexpr float kMergeStateUs = 0.05f;   // a row's state, to be written and read
+constexpr float kTileUs = 0.89f;          // matrix warps, for 64 tokens
+constexpr float kSharedItemTiles = 2.2f;  // start and end of an item, in such tiles
+constexpr float kLeafUnitUs = 1.5f;       // a leaf warp, for 64 tokens
+constexpr float kLeafItemUs = 1.5f;       // start and end of an item
+constexpr float kFullGridUs = 3.f;        // no CTA without items, whose place the next kernel takes
+constexpr float kMergeStateUs = 0.05f;    // a row's state, to be written and read
 constexpr float kBytesPerUs = 4.4e6f;
 constexpr float kStateBytesPerUs = 4.4e6f / 2;  // written, then read by the kernel after it
 
@@ -138,6 +138,11 @@ __host__ __device__ inline float shared_us(int num_items, int split_units, NodeT
 
 __host__ __device__ inline float leaf_memory_us(NodeTotals nodes, const WorkShape& shape) {
   return static_cast<float>(nodes.units) * kSplitUnit * 4.f * shape.head_dim / kBytesPerUs;
+}
+
+// Matrix warps beside leaf warps: less than their sum, more than the longer of the two.
+__host__ __device__ inline float beside_us(float shared_us, float leaf_us) {
+  return cbrtf(shared_us * shared_us * shared_us + leaf_us * leaf_us * leaf_us);
 }
 
 // num_leaf_warps: of a CTA, from the start.

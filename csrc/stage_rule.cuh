@@ -31,7 +31,7 @@ __host__ __device__ constexpr int shared_stages(int num_stages, int num_shared_i
   if (num_shared_items == 0) return 0;
   if (num_leaf_items == 0) return num_stages;
   int stages = (num_stages + 1) / 2;
-  if (shared_us > 1.06f * leaf_us) ++stages;
+  if (shared_us > 0.97f * leaf_us) ++stages;
   return stages < 1 ? 1 : stages >= num_stages ? num_stages - 1 : stages;
 }
 

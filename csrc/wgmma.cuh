@@ -15,14 +15,14 @@ namespace hf_cascade::wgmma {
 
 // Where a tile begins, and the distances in bytes between its 64-value panels and between groups of
 // 8 rows; 1 in the top bits is the 128-byte swizzle. The unit is 16 bytes: a descriptor plus n is
-// n * 16 bytes further on. The shuffle tells the compiler that the warp agrees: one descriptor, in
-// uniform registers, and not one a lane. It takes its time: ask before the products are due.
-__device__ __forceinline__ uint64_t descriptor(uint32_t address, int panel_bytes) {
+// n * 16 bytes further on. Of its 64 bits this is the lower half; the upper one is the same for all
+// tiles. The shuffle tells the compiler that the warp agrees.
+__device__ __forceinline__ uint32_t descriptor(uint32_t address, int panel_bytes) {
   address = __shfl_sync(~0u, address, 0);
-  constexpr uint64_t kRowGroupBytes = 8 * 128;
-  return (uint64_t{address & 0x3ffff} >> 4) | (static_cast<uint64_t>(panel_bytes) >> 4) << 16 |
-         (kRowGroupBytes >> 4) << 32 | uint64_t{1} << 62;
+  return (address & 0x3ffff) >> 4 | (static_cast<uint32_t>(panel_bytes) >> 4) << 16;
 }
+
+constexpr uint32_t kUpperHalf = (8 * 128) >> 4 | 1u << 30;
 
 // Before the first product after registers of it were written.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -66,14 +66,15 @@ __device__ __forceinline__ void settle(float (&d)[kTiles][4]) {
 // d = a b, or d + a b where `keep`: 64 query rows, in registers, times 64 tokens, 16 values deep.
 #define HF_CASCADE_MULTIPLY_KEYS(type)                                                     \
   asm volatile(                                                                            \
-      "{ .reg .pred keep; setp.ne.s32 keep, %37, 0;"                                       \
+      "{ .reg .pred keep; .reg .b64 tile; setp.ne.s32 keep, %37, 0;"                       \
+      "mov.b64 tile, {%36, %38};"                                                          \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" HF_CASCADE_NAMES_64 \
-      "}, {%32, %33, %34, %35}, %36, keep, 1, 1, 0; }"                                     \
+      "}, {%32, %33, %34, %35}, tile, keep, 1, 1, 0; }"                                    \
       : HF_CASCADE_VALUES_64                                                               \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep), "n"(kUpperHalf))
 
 template <typename T>
-__device__ __forceinline__ void multiply_keys(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b,
+__device__ __forceinline__ void multiply_keys(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b,
                                               int keep) {
   if constexpr (std::is_same_v<T, __half>) {
     HF_CASCADE_MULTIPLY_KEYS("f16");
@@ -84,21 +85,23 @@ __device__ __forceinline__ void multiply_keys(float (&d)[8][4], const uint32_t (
 
 // d += a b: 64 rows of probabilities of 16 tokens, in registers, times their values, of which the
 // long side is along the rows of b.
-#define HF_CASCADE_MULTIPLY_VALUES(width, names, values, a0, a1, a2, a3, tile, type)         \
-  asm volatile("wgmma.mma_async.sync.aligned.m64n" width "k16.f32." type "." type " {" names \
-               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, " tile ", 1, 1, 1, 1;"                  \
+#define HF_CASCADE_MULTIPLY_VALUES(width, names, values, a0, a1, a2, a3, tile, upper, type)  \
+  asm volatile("{ .reg .b64 tile; mov.b64 tile, {" tile ", " upper                           \
+               "};"                                                                          \
+               "wgmma.mma_async.sync.aligned.m64n" width "k16.f32." type "." type " {" names \
+               "}, {" a0 ", " a1 ", " a2 ", " a3 "}, tile, 1, 1, 1, 1; }"                    \
                : values                                                                      \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kUpperHalf))
 #define HF_CASCADE_MULTIPLY_VALUES_64(type)                                                        \
   HF_CASCADE_MULTIPLY_VALUES("64", HF_CASCADE_NAMES_64, HF_CASCADE_VALUES_64, "%32", "%33", "%34", \
-                             "%35", "%36", type)
+                             "%35", "%36", "%37", type)
 #define HF_CASCADE_MULTIPLY_VALUES_128(type)                                                   \
   HF_CASCADE_MULTIPLY_VALUES("128", HF_CASCADE_NAMES_128, HF_CASCADE_VALUES_128, "%64", "%65", \
-                             "%66", "%67", "%68", type)
+                             "%66", "%67", "%68", "%69", type)
 
 template <typename T>
 __device__ __forceinline__ void multiply_values(float (&d)[8][4], const uint32_t (&a)[4],
-                                                uint64_t b) {
+                                                uint32_t b) {
   if constexpr (std::is_same_v<T, __half>) {
     HF_CASCADE_MULTIPLY_VALUES_64("f16");
   } else {
@@ -108,7 +111,7 @@ __device__ __forceinline__ void multiply_values(float (&d)[8][4], const uint32_t
 
 template <typename T>
 __device__ __forceinline__ void multiply_values(float (&d)[16][4], const uint32_t (&a)[4],
-                                                uint64_t b) {
+                                                uint32_t b) {
   if constexpr (std::is_same_v<T, __half>) {
     HF_CASCADE_MULTIPLY_VALUES_128("f16");
   } else {
