@@ -1,4 +1,4 @@
-"""The library of a captured step's matrix products: torch's own choice or cuBLASLt."""
+"""The library of a decode step's matrix products: torch's own choice or cuBLASLt."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def is_faster_by_cublaslt(num_rows: int) -> bool:
 def by_faster_library(num_rows: int) -> Iterator[None]:
     """Within it torch computes products by the library that is faster for steps of so many rows.
 
-    What the user chose stays. It is a setting of the process: for one thread at a time, and
-    briefly, as the products of other threads follow it, too.
+    What the user chose stays. It is a setting of the process: the products of other threads
+    follow it, too.
     """
     if not is_faster_by_cublaslt(num_rows) or _is_chosen():
         yield

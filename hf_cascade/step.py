@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -124,10 +125,7 @@ class CompiledForward:
         def run(**own: Any) -> Any:
             cache.advance()
             # What is left to compile is compiled outside, in the step that then takes over.
-            with (
-                torch.compiler.set_stance("fail_on_recompile"),
-                by_faster_library(len(cache.leaves)),  # a step has one token of every row
-            ):
+            with torch.compiler.set_stance("fail_on_recompile"):
                 return self._run(own)
 
         try:
@@ -201,17 +199,21 @@ class DecodeStep:
         """
         self._has_run = True
         of = (shapes(inputs), self._cache.pool.version)
-        if self._graph is None or self._graph_of != of:
-            self._graph, self._graph_of = None, of
-            # Attention composed of torch operators reads lengths to the host.
-            if self._captures and all(
-                kernels.serve(k_pool) for k_pool, _ in self._cache.pool.layers()
-            ):
-                self._graph = self._forward.captured(self._cache, inputs)
-        if self._graph is not None:
+        if self._graph is not None and self._graph_of == of:
             return self._graph.replay(inputs)
-        self._cache.advance()
-        return self._forward(inputs)
+        self._graph, self._graph_of = None, of
+        # Attention composed of torch operators reads lengths to the host.
+        captures = self._captures and all(
+            kernels.serve(k_pool) for k_pool, _ in self._cache.pool.layers()
+        )
+        # A step that is to be captured soon, too: the same tokens in the first call as in the next.
+        with by_faster_library(len(self._cache.leaves)) if captures else nullcontext():
+            if captures:
+                self._graph = self._forward.captured(self._cache, inputs)
+            if self._graph is None:
+                self._cache.advance()
+                return self._forward(inputs)
+        return self._graph.replay(inputs)
 
 
 def tensors(inputs: dict[str, Any]) -> Any:

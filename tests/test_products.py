@@ -1,4 +1,4 @@
-"""Captured steps of 33 to 64 rows compute their products by cuBLASLt, and nobody notices."""
+"""Steps of 33 to 64 rows that are captured, or will be, compute their products by cuBLASLt, and nobody notices."""
 
 from __future__ import annotations
 
@@ -173,7 +173,8 @@ def products_by(setting: Setting, monkeypatch) -> list[Library]:
 def test_captures_of_33_to_64_rows(
     setting: Setting, products_by: list[Library], options: dict, library: Library
 ) -> None:
-    """Three prompts; the first step compiles, the second is captured: rows that are over count."""
+    """Three prompts; the first step compiles, the second is captured, by the same library: a second
+    call draws the same tokens. Rows that are over count."""
     model = new_model("llama")
     ids = torch.randint(3, 64, (3, 9), generator=torch.Generator().manual_seed(0))
     options = {
@@ -187,11 +188,22 @@ def test_captures_of_33_to_64_rows(
     hf_cascade.patch(model, strict=True, compile=True)
     torch.manual_seed(0)
     assert torch.equal(model.generate(ids, **options), expected)
-    assert products_by == [Library.Cublas, library]
+    assert products_by == [library, library]
     assert setting.library is Library.Cublas
 
 
-def test_a_capture_that_is_interrupted(
+def test_a_step_that_is_not_captured_takes_the_default(
+    setting: Setting, products_by: list[Library], monkeypatch
+) -> None:
+    monkeypatch.setattr(step, "kernels", SimpleNamespace(serve=lambda pool: False))
+    model = hf_cascade.patch(new_model("llama"), strict=True, compile=True)
+    ids = torch.full((1, 9), 5)
+    options = CompileConfig(backend="eager", mode=None)
+    model.generate(ids, num_beams=40, max_new_tokens=3, compile_config=options)
+    assert products_by == [Library.Cublas, Library.Cublas]
+
+
+def test_a_step_that_is_interrupted(
     setting: Setting, products_by: list[Library], monkeypatch
 ) -> None:
     def interrupted(self, inputs):
@@ -210,5 +222,5 @@ def test_a_capture_that_is_interrupted(
             max_new_tokens=3,
             compile_config=CompileConfig(backend="eager", mode=None),
         )
-    assert products_by == [Library.Cublas]
+    assert products_by == []
     assert setting.library is Library.Cublas
