@@ -1,4 +1,4 @@
-"""Steps of 33 to 64 rows that are captured, or will be, compute their products by cuBLASLt, and nobody notices."""
+"""Steps of 33 to 64 rows that are captured, or will be, compute by cuBLASLt, and nobody notices."""
 
 from __future__ import annotations
 
