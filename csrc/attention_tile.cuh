@@ -7,6 +7,7 @@
 //             accumulator layout of S is the operand layout of P.
 #pragma once
 
+#include "attention_state.cuh"
 #include "attention_traits.cuh"
 #include "ptx.cuh"
 #include "softmax.cuh"

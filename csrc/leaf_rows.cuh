@@ -9,6 +9,7 @@
 //             product.
 #pragma once
 
+#include "attention_state.cuh"
 #include "attention_traits.cuh"
 #include "ptx.cuh"
 #include "softmax.cuh"

@@ -1,7 +1,6 @@
 // Online softmax in base 2 over the accumulators of matrix products. Knows CUDA only.
 #pragma once
 
-#include "attention_state.cuh"
 #include "ptx.cuh"
 
 namespace hf_cascade {

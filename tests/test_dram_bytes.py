@@ -3,7 +3,8 @@
 import pytest
 import torch
 from cases import Tree
-from work_lists import COMPILER, HEADER, compile_host, make_list, paged
+from host_sources import COMPILER
+from work_lists import HEADER, compile_work_list, make_list, paged
 
 from benchmarks.bench_attention import grid
 from benchmarks.dram_bytes import (
@@ -89,6 +90,6 @@ def test_states_in_scratch_are_those_that_are_merged(tmp_path):
     # Two read a shared node and their leaf, one its leaf alone, which is too short to be cut.
     tree = Tree("", (None, 0, 0, None), (40, 30, 30, 30), (1, 2, 3), group_size=4, head_dim=128,
                 page_size=16)  # fmt: skip
-    work = make_list(compile_host(tmp_path), paged(tree))
+    work = make_list(compile_work_list(tmp_path), paged(tree))
     assert len(HEADER) == HEADER_WORDS
     assert num_scratch_states(torch.from_numpy(work.words), len(tree.leaves)) == 4

@@ -8,7 +8,6 @@ asked, not how it is found.
 from __future__ import annotations
 
 import ctypes
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from math import ceil
@@ -16,15 +15,15 @@ from random import Random
 
 import pytest
 from cases import TREES, Tree
+from host_sources import can_compile
 from work_lists import (
-    COMPILER,
     NOWHERE,
     ROWS_PER_TILE,
     SCRATCH_STATES,
     SPLIT_UNIT,
     Launch,
     WorkList,
-    compile_host,
+    compile_work_list,
     indptr,
     make_list,
     paged,
@@ -32,10 +31,7 @@ from work_lists import (
 
 from benchmarks.bench_attention import HEAD_DIM, PAGE_SIZE, Shape, grid
 
-pytestmark = [
-    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine"),
-    pytest.mark.skipif(sys.platform != "linux", reason="fibers are those of Linux"),
-]
+pytestmark = can_compile
 
 GROUP_SIZES, HEAD_DIMS, STAGES = (1, 4, 8, 16), (64, 128, 256), (6, 5, 2, 1)
 SEEDS = range(16)
@@ -44,7 +40,7 @@ TREES_OF_DECODING = [tree for tree in TREES if max(tree.q_len or (1,)) <= 1]
 
 @pytest.fixture(scope="module")
 def host(tmp_path_factory) -> ctypes.CDLL:
-    return compile_host(tmp_path_factory.mktemp("host"))
+    return compile_work_list(tmp_path_factory.mktemp("host"))
 
 
 # ---------------------------------------------------------------------- trees

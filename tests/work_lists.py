@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,9 +13,7 @@ from random import Random
 
 import numpy as np
 from cases import Tree
-from hf_cascade.ops import kernels
-
-COMPILER = shutil.which("c++") or shutil.which("g++")
+from host_sources import compile_host
 
 # As in csrc/: tiles.cuh, split_rule.cuh, cascade_attention.cu, params.h.
 ROWS_PER_TILE, MAX_LEAF_ROWS, SPLIT_UNIT, SCRATCH_STATES = 128, 8, 64, 8192
@@ -156,16 +152,8 @@ def indptr(lengths: Iterable[int]) -> list[int]:
     return [0, *accumulate(lengths)]
 
 
-def compile_host(folder: Path) -> ctypes.CDLL:
-    for source in kernels.source_folder().iterdir():
-        if source.suffix in (".cuh", ".h"):
-            shutil.copy(source, folder)
-    (folder / "ptx.cuh").write_text("")  # beside those who include it
-    library = folder / "work_list_host.so"
-    source = Path(__file__).with_name("work_list_host.cpp")
-    flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", f"-I{folder}"]
-    subprocess.run([str(COMPILER), *flags, str(source), "-o", str(library)], check=True)
-    host = ctypes.CDLL(str(library))
+def compile_work_list(folder: Path) -> ctypes.CDLL:
+    host = compile_host("work_list_host.cpp", folder)
     host.list_room.restype = host.first_item.restype = ctypes.c_int64
     host.num_guard_words.restype = ctypes.c_int64
     host.make_list.restype = ctypes.c_char_p
