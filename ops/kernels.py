@@ -92,8 +92,8 @@ def build(
     targets: Sequence[str] = TARGETS,
     head_dims: Sequence[int] = HEAD_DIMS,
     jobs: int | None = None,
-) -> None:
-    """Compile csrc/ and link `library`.
+) -> str:
+    """Compile csrc/ and link `library`; returns what the compilers had to say.
 
     Args:
         targets: compute capabilities without the dot, such as "80" and "90a".
@@ -112,6 +112,7 @@ def build(
     if result.returncode != 0:
         raise RuntimeError(f"building the CUDA kernels failed:\n{result.stdout}{result.stderr}")
     shutil.rmtree(folder)
+    return result.stdout
 
 
 @lru_cache(maxsize=2)

@@ -25,7 +25,9 @@ clang_format = shutil.which("clang-format")
 )
 @pytest.mark.parametrize("target", kernels.TARGETS)
 def test_every_source_compiles_without_warnings(target, tmp_path):
-    kernels.build(tmp_path / "library.so", targets=[target], head_dims=[128], jobs=2)
+    said = kernels.build(tmp_path / "library.so", targets=[target], head_dims=[128], jobs=2)
+    # No flag makes these errors: wgmma where ptxas waits for each product (C7510 and its like).
+    assert "Potential Performance Loss" not in said
 
 
 @pytest.mark.skipif(clang_format is None, reason="no clang-format on this machine")
