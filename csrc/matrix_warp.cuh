@@ -27,7 +27,6 @@ class MatrixWarp {
         warp_(__shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0)),
         num_stages_(shared.num_ring_stages(header)),
         first_full_(held_address(control_.full)),
-        first_empty_(first_full_ + offsetof(Control, empty) - offsetof(Control, full)),
         first_keys_(RowTile<Traits>::describe(shared.k(0))) {}
 
   __device__ void run() {
@@ -54,14 +53,17 @@ class MatrixWarp {
  private:
   // ------------------------------------------------------------------ the ring
 
-  // Of Control's barriers, kept in a register: ptxas would find it anew for each use, which takes
-  // 50 clocks of a tile. It can't do so with the result of a shuffle.
+  // An address that stays in a register: ptxas would find it anew for each use, which takes 50
+  // clocks of a tile. It can't do so with the result of a shuffle.
   static __device__ uint32_t held_address(const void* pointer) {
     return __shfl_sync(~0u, ptx::shared_address(pointer), 0);
   }
 
   __device__ uint32_t full(int stage) const { return first_full_ + 8 * stage; }
-  __device__ uint32_t empty(int stage) const { return first_empty_ + 8 * stage; }
+  __device__ uint32_t empty(int stage) const {
+    constexpr uint32_t kAfterFull = offsetof(Control, empty) - offsetof(Control, full);
+    return full(stage) + kAfterFull;
+  }
 
   __device__ Tile next_tile() {
     ptx::barrier_wait(full(stage_), phase_);
@@ -287,9 +289,9 @@ class MatrixWarp {
   const SharedMemory<Traits>& shared_;
   Control& control_;
   const int lane_, warp_;
-  const int num_stages_;                     // of the ring
-  const uint32_t first_full_, first_empty_;  // addresses of Control's barriers
-  const uint32_t first_keys_;                // descriptor
+  const int num_stages_;       // of the ring
+  const uint32_t first_full_;  // address of the first stage's barrier
+  const uint32_t first_keys_;  // descriptor of its K
   RowTile<Traits> rows_;
   int stage_ = 0;
   uint32_t phase_ = 0;

@@ -18,7 +18,8 @@ struct Softmax {
   static constexpr int kFirstLane = kByRow ? 1 : 4, kEndLane = kByRow ? 4 : 32;
   static __device__ constexpr int row_of(int i) { return kByRow ? i / 2 : i % 2; }
 
-  static constexpr float kSlack = 8.f;        // by which scores may exceed the maximum
+  // By which scores may exceed the maximum: below 16, as probabilities may become fp16.
+  static constexpr float kSlack = 8.f;
   static constexpr float kBelowAll = -1e38f;  // finite: -inf - -inf would be NaN
 
   float maximum[2];  // what the exponents are relative to
@@ -32,7 +33,7 @@ struct Softmax {
   // A step: `is_exceeded`; if so, `follow`; `soften`; `add`.
 
   // Whether a score of any of the warp's rows exceeds its maximum by more than the slack. That is
-  // seldom so: float32 has room for 2^8, and the quotient of output and `sum` is the same. So lanes
+  // seldom so: there is room for 2^8, and the quotient of output and `sum` is the same. So lanes
   // vote, and exchange maxima only then: a shuffle goes through shared memory, where wgmma's
   // operands come from. `larger` becomes the largest scores of this thread, in base 2.
   template <int kTiles>
@@ -58,8 +59,8 @@ struct Softmax {
     return __any_sync(~0u, exceeds);
   }
 
-  // The maxima of rows that `larger` exceeds follow it; the output so far is worth `keep`, 1 for
-  // the others.
+  // The maxima of rows that `larger`, which becomes the row's, exceeds follow it; the output so far
+  // is worth `keep`, 1 for the others.
   __device__ void follow(float (&larger)[2], float (&keep)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

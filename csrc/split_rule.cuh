@@ -9,6 +9,8 @@
 // length is doubled). What is estimated is rough, and only compared. Pure functions of numbers.
 #pragma once
 
+#include <cmath>
+
 #include "tiles.cuh"
 
 namespace hf_cascade {
@@ -141,8 +143,8 @@ __host__ __device__ inline float leaf_memory_us(NodeTotals nodes, const WorkShap
 }
 
 // Matrix warps beside leaf warps: less than their sum, more than the longer of the two.
-__host__ __device__ inline float beside_us(float shared_us, float leaf_us) {
-  return cbrtf(shared_us * shared_us * shared_us + leaf_us * leaf_us * leaf_us);
+__host__ __device__ inline float beside_us(float us, float other_us) {
+  return cbrtf(us * us * us + other_us * other_us * other_us);
 }
 
 // num_leaf_warps: of a CTA, from the start.

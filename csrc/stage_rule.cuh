@@ -23,8 +23,8 @@ __host__ __device__ constexpr int num_stages(int head_dim, int shared_bytes) {
 }
 
 // Stages for the matrix warps; the others are the leaf warps'. Half of them, or one more if the
-// matrix warps have more to do: not that they needed it, but leaf warps with a buffer less take
-// less from them (benchmarks/NOTES.md, 10).
+// matrix warps have as much to do: not that they needed it, but leaf warps with less take less from
+// them (benchmarks/NOTES.md, 10; the factor is from the sweep in 12).
 __host__ __device__ constexpr int shared_stages(int num_stages, int num_shared_items,
                                                 int num_leaf_items, float shared_us,
                                                 float leaf_us) {

@@ -16,13 +16,13 @@ namespace hf_cascade::wgmma {
 // Where a tile begins, and the distances in bytes between its 64-value panels and between groups of
 // 8 rows; 1 in the top bits is the 128-byte swizzle. The unit is 16 bytes: a descriptor plus n is
 // n * 16 bytes further on. Of its 64 bits this is the lower half; the upper one is the same for all
-// tiles. The shuffle tells the compiler that the warp agrees.
+// tiles. It comes from a shuffle for the compiler to keep it (as MatrixWarp::held_address says).
 __device__ __forceinline__ uint32_t descriptor(uint32_t address, int panel_bytes) {
   address = __shfl_sync(~0u, address, 0);
   return (address & 0x3ffff) >> 4 | (static_cast<uint32_t>(panel_bytes) >> 4) << 16;
 }
 
-constexpr uint32_t kUpperHalf = (8 * 128) >> 4 | 1u << 30;
+constexpr uint32_t kDescriptorUpperHalf = (8 * 128) >> 4 | 1u << 30;
 
 // Before the first product after registers of it were written.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -71,7 +71,7 @@ __device__ __forceinline__ void settle(float (&d)[kTiles][4]) {
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." type "." type " {" HF_CASCADE_NAMES_64 \
       "}, {%32, %33, %34, %35}, tile, keep, 1, 1, 0; }"                                    \
       : HF_CASCADE_VALUES_64                                                               \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep), "n"(kUpperHalf))
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(keep), "n"(kDescriptorUpperHalf))
 
 template <typename T>
 __device__ __forceinline__ void multiply_keys(float (&d)[8][4], const uint32_t (&a)[4], uint32_t b,
@@ -91,7 +91,7 @@ __device__ __forceinline__ void multiply_keys(float (&d)[8][4], const uint32_t (
                "wgmma.mma_async.sync.aligned.m64n" width "k16.f32." type "." type " {" names \
                "}, {" a0 ", " a1 ", " a2 ", " a3 "}, tile, 1, 1, 1, 1; }"                    \
                : values                                                                      \
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kUpperHalf))
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kDescriptorUpperHalf))
 #define HF_CASCADE_MULTIPLY_VALUES_64(type)                                                        \
   HF_CASCADE_MULTIPLY_VALUES("64", HF_CASCADE_NAMES_64, HF_CASCADE_VALUES_64, "%32", "%33", "%34", \
                              "%35", "%36", "%37", type)

@@ -70,7 +70,8 @@ def test_the_kernels_sizes_are_those_of_csrc():
         f"ring of stages, {stage_tokens()} tokens at a time",
         f"up to {constant('kMaxLeafRows')} query rows",
         f"fetches {constant('kLeafTokens')} tokens at a time",
-        f"There are {leaf_warps} in a CTA. {most - leaf_warps} of the matrix warps",
+        f"There are {leaf_warps} in a CTA, or {leaf_warps - 1} with more buffers each",
+        f"{most - leaf_warps} of the matrix warps become leaf warps",
         f"each of {constant('kNumCandidates')} lengths",
     ):
         assert claim in page, claim

@@ -345,7 +345,7 @@ def test_ctas_have_work_where_there_is_enough(host):
             num_tokens = sum(length for length, readers in shape.nodes() if is_read(len(readers)))
             if num_tokens * shape.num_kv_heads >= launch.num_ctas * SPLIT_UNIT:
                 is_short = kind == "shared" and longest_us < leaf_us
-                least = 1 if is_short else launch.num_ctas / 3
+                least = shape.num_kv_heads if is_short else launch.num_ctas / 3
                 assert work.header[f"num_{kind}_items"] >= least, shape.name
 
 
