@@ -104,7 +104,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
                         default="auto", help="patch(model, compile=False)")  # fmt: skip
     parser.add_argument("--pack-linears", action="store_true", help="patch(pack_linears=True)")
     parser.add_argument("--log-p", action="store_true", help="compare log-probabilities too")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        parser.error("it takes a GPU")
+    return options
 
 
 def new_model(name: str) -> LlamaForCausalLM:

@@ -1,7 +1,7 @@
 // Attention over the nodes of a KV tree, shared ones and leaves, in one launch.
 //
 // A persistent CTA, one a multiprocessor: 8 matrix warps and their producer take shared nodes'
-// items, 3 leaf warps (leaf_warps.cuh: or more) leaves' items, at the same time: leaves need
+// items, 3 leaf warps (leaf_warps.cuh: or 2, or 6) leaves' items, at the same time: leaves need
 // memory, shared nodes with many rows matrix units. Both take work items by ticket until none is
 // left; an item is (node, KV split, query tile, kv head).
 //   Memory   K and V stream through rings in shared memory. A byte of a shared node comes from DRAM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ def is_faster_by_cublaslt(num_rows: int) -> bool:
     """Whether a step of so many rows is, by a fixed rule."""
     # A step of Llama-3.1-8B's shape on an H200: with 64 rows 5.45 ms instead of 5.62, with 256 rows
     # 9.93 and 9.90; with 16 rows its products take 1 to 2% longer. Nothing between was measured.
-    # See benchmarks/NOTES.md, "Generate, captured", 5 and 6.
+    # See benchmarks/NOTES.md, "Generate, captured", 5 to 7.
     return 32 < num_rows <= 64
 
 
@@ -24,18 +25,41 @@ def by_faster_library(num_rows: int) -> Iterator[None]:
     """Within it torch computes products by the library that is faster for steps of so many rows.
 
     What the user chose stays. It is a setting of the process: the products of other threads
-    follow it, too.
+    follow it, too, until the last of those who are within has left.
     """
-    if not is_faster_by_cublaslt(num_rows) or _is_chosen():
-        yield
-        return
-    before = torch.backends.cuda.preferred_blas_library()
+    is_held = is_faster_by_cublaslt(num_rows) and _hold()
     try:
-        _let_warn()
-        torch.backends.cuda.preferred_blas_library("cublaslt")
         yield
     finally:
-        torch.backends.cuda.preferred_blas_library(before)
+        if is_held:
+            _release()
+
+
+_lock = threading.Lock()
+_num_holders = 0
+_held: torch._C._BlasBackend | None = None  # what torch calls the library they hold
+
+
+def _hold() -> bool:
+    """Choose cuBLASLt, for one more; False where the user has chosen."""
+    global _num_holders, _held
+    with _lock:
+        if _num_holders == 0:
+            if _is_chosen():
+                return False
+            _let_warn()
+            _held = torch.backends.cuda.preferred_blas_library("cublaslt")
+        _num_holders += 1
+    return True
+
+
+def _release() -> None:
+    global _num_holders
+    with _lock:
+        _num_holders -= 1
+        choose = torch.backends.cuda.preferred_blas_library
+        if _num_holders == 0 and choose() == _held:  # else another was chosen meanwhile
+            choose(torch._C._BlasBackend.Cublas)
 
 
 def _is_chosen() -> bool:

@@ -15,7 +15,8 @@ class GenerateStats:
         prompt_tokens: tokens that stock generate would forward in prefill: rows x length, padding
             excluded.
         prefill_tokens: tokens really forwarded in prefill (on the stock path: prompt_tokens).
-        reused_tokens: prompt tokens whose KV an earlier call had left behind.
+        reused_tokens: prompt tokens whose KV an earlier call had left behind: 0, as calls leave
+            none behind so far.
         decode_steps: forward passes after prefill.
         kv_bytes: most bytes of pages in use at once, K and V, all layers; pages count whole, full
             or not; 0 on the stock path.

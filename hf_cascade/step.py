@@ -113,6 +113,11 @@ class CompiledForward:
         self._known.add(shapes(inputs))
         return outputs
 
+    @property
+    def can_be_captured(self) -> bool:
+        """As far as is known."""
+        return not self._cannot_capture
+
     def is_ready(self, inputs: dict[str, Any]) -> bool:
         """Whether it has run with inputs of these shapes: nothing is left to load or compile."""
         return shapes(inputs) in self._known
@@ -203,8 +208,10 @@ class DecodeStep:
             return self._graph.replay(inputs)
         self._graph, self._graph_of = None, of
         # Attention composed of torch operators reads lengths to the host.
-        captures = self._captures and all(
-            kernels.serve(k_pool) for k_pool, _ in self._cache.pool.layers()
+        captures = (
+            self._captures
+            and self._forward.can_be_captured
+            and all(kernels.serve(k_pool) for k_pool, _ in self._cache.pool.layers())
         )
         # A step that is to be captured soon, too: the same tokens in the first call as in the next.
         with by_faster_library(len(self._cache.leaves)) if captures else nullcontext():

@@ -1,4 +1,7 @@
-"""The versions that hf_cascade was tested with; pyproject.toml asks pip for the same."""
+"""The versions that hf_cascade was tested with.
+
+pyproject.toml asks pip for the same, but for the newest torch: it need not be the one of this list.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -61,6 +63,42 @@ def test_the_rule(setting: Setting, num_rows: int, expected: bool) -> None:
         assert setting.library is (Library.Cublaslt if expected else Library.Cublas)
     assert setting.library is Library.Cublas
     assert bool(setting.chosen) is expected
+
+
+def test_it_holds_until_the_last_has_left(setting: Setting) -> None:
+    """As steps of other threads do, that begin and end when they like."""
+    first, second = by_faster_library(64), by_faster_library(33)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert setting.library is Library.Cublaslt
+    second.__exit__(None, None, None)
+    assert setting.library is Library.Cublas
+
+
+def test_threads_leave_nothing_behind(setting: Setting) -> None:
+    """Whoever is within has cuBLASLt."""
+    seen = []
+
+    def steps() -> None:
+        for _ in range(300):
+            with by_faster_library(64):
+                time.sleep(0)
+                seen.append(setting.library)
+
+    threads = [threading.Thread(target=steps) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(seen) == {Library.Cublaslt}
+    assert setting.library is Library.Cublas
+
+
+def test_a_choice_made_within_stays(setting: Setting) -> None:
+    with by_faster_library(64):
+        setting(Library.Ck)
+    assert setting.library is Library.Ck
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -201,6 +239,21 @@ def test_a_step_that_is_not_captured_takes_the_default(
     options = CompileConfig(backend="eager", mode=None)
     model.generate(ids, num_beams=40, max_new_tokens=3, compile_config=options)
     assert products_by == [Library.Cublas, Library.Cublas]
+
+
+def test_steps_that_cannot_be_captured_take_the_default(
+    setting: Setting, products_by: list[Library], monkeypatch
+) -> None:
+    """All but the one that was to be."""
+
+    def fails(self, function, inputs):
+        raise RuntimeError("no capture today")
+
+    monkeypatch.setattr(Capturer, "capture", fails)
+    model = hf_cascade.patch(new_model("llama"), strict=True, compile=True)
+    options = CompileConfig(backend="eager", mode=None)
+    model.generate(torch.full((1, 9), 5), num_beams=40, max_new_tokens=5, compile_config=options)
+    assert products_by == [Library.Cublaslt] * 2 + [Library.Cublas] * 2
 
 
 def test_a_step_that_is_interrupted(
