@@ -48,8 +48,8 @@ def patch(
         strict: raise UnsupportedCallError instead of falling back.
         compile: run the decode steps (samples, greedy search and beams) through torch.compile, with
             cascades fused (`fuse_pass`), and on a GPU as one CUDA graph. The first call takes
-            long and logs a warning that it does; later ones reuse what was compiled. "auto" does so on
-            a GPU, and where compiling fails it runs the steps as they are.
+            long and logs a warning that it does; later ones reuse what was compiled. "auto" does
+            so on a GPU, and where compiling fails it runs the steps as they are.
         pack_linears: lay the weights of layers that read the same input (q, k and v; gate and up)
             side by side, so that a compiled step multiplies by them at once. They stay the
             parameters they are, but `torch.save(layer.weight)` writes all that lie with it, also
