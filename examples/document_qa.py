@@ -4,6 +4,7 @@ The document is this project's own docs/how_it_works.md, about 1,100 tokens; the
 SmolLM2-135M-Instruct on the CPU in float32: `python -m examples.document_qa`.
 """
 
+import argparse
 import sys
 from pathlib import Path
 
@@ -105,6 +106,9 @@ def answer_table(title: str, rows) -> Table:
 
 def main() -> None:
     """Run the example by itself."""
+    argparse.ArgumentParser(
+        prog="python -m examples.document_qa", description=__doc__.splitlines()[0]
+    ).parse_args()
     console = Console()
     transformers.utils.logging.disable_progress_bar()
     try:

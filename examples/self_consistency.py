@@ -5,6 +5,7 @@ own choice. Two samples seldom err alike, so the most frequent total of 16 sampl
 often than the greedy one. `python -m examples.self_consistency` shows it.
 """
 
+import argparse
 import random
 import re
 from collections.abc import Iterator, Sequence
@@ -210,6 +211,9 @@ def save_chart(accuracy: dict[str, float], path: Path, *, title: str) -> None:
 
 def main() -> None:
     """Run the example by itself."""
+    argparse.ArgumentParser(
+        prog="python -m examples.self_consistency", description=__doc__.splitlines()[0]
+    ).parse_args()
     show_self_consistency(Console(), num_problems=96, chart=Path("build/self_consistency.png"))
 
 

@@ -247,6 +247,7 @@ def test_document_qa_runs_by_itself(loaded_tokenizer, tiny_llama, monkeypatch, t
     tokenizer.padding_side = "left"
     monkeypatch.setattr(document_qa, "DOCUMENT", document)
     monkeypatch.setattr(document_qa, "load_smollm2", lambda console: (tiny_llama, tokenizer))
+    monkeypatch.setattr(sys, "argv", ["document_qa"])
     document_qa.main()
     text = capsys.readouterr().out
     for title in ("3 questions about one document, greedy", "1 question x 12 samples"):
@@ -258,8 +259,19 @@ def test_document_qa_without_its_model_is_one_line(monkeypatch):
         raise smollm2.ModelUnavailableError("no index")
 
     monkeypatch.setattr(document_qa, "load_smollm2", fail)
+    monkeypatch.setattr(sys, "argv", ["document_qa"])
     with pytest.raises(SystemExit, match=r"^error: no index$"):
         document_qa.main()
+
+
+@pytest.mark.parametrize("example", ["document_qa", "self_consistency", "skeleton_of_thought"])
+def test_an_example_says_what_it_does(example, monkeypatch, capsys):
+    main = importlib.import_module(f"examples.{example}").main
+    monkeypatch.setattr(sys, "argv", [example, "--help"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 0
+    assert f"usage: python -m examples.{example}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
