@@ -43,16 +43,17 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
                : "memory");
 }
 
+#define HF_CASCADE_ASK_BARRIER(how)                                      \
+  asm volatile("{ .reg .pred p; mbarrier." how                           \
+               ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" \
+               : "=r"(passed)                                            \
+               : "r"(barrier), "r"(parity)                               \
+               : "memory")
+
 // Whether the phase has ended, at once.
 __device__ __forceinline__ bool barrier_has_passed(uint32_t barrier, uint32_t parity) {
   uint32_t passed;
-  asm volatile(
-      "{ .reg .pred p;"
-      "  mbarrier.test_wait.parity.shared.b64 p, [%1], %2;"
-      "  selp.u32 %0, 1, 0, p; }"
-      : "=r"(passed)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  HF_CASCADE_ASK_BARRIER("test_wait");
   return passed != 0;
 }
 
@@ -60,18 +61,14 @@ __device__ __forceinline__ bool barrier_has_passed(uint32_t barrier, uint32_t pa
 __device__ __forceinline__ bool barrier_passes(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
   uint32_t passed;
-  asm volatile(
-      "{ .reg .pred p;"
-      "  mbarrier.try_wait.parity.shared.b64 p, [%1], %2;"
-      "  selp.u32 %0, 1, 0, p; }"
-      : "=r"(passed)
-      : "r"(barrier), "r"(parity)
-      : "memory");
+  HF_CASCADE_ASK_BARRIER("try_wait");
   return passed != 0;
 #else
   return barrier_has_passed(barrier, parity);
 #endif
 }
+
+#undef HF_CASCADE_ASK_BARRIER
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_passes(barrier, parity)) {

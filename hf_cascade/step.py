@@ -69,6 +69,8 @@ class CompiledForward:
         model: the model.
         compiled: its compiled call.
         must_compile: a failure to compile is an error.
+    Attributes:
+        can_be_captured: False once a capture has failed for good.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class CompiledForward:
         self._compiler, self._model, self._compiled = compiler, model, compiled
         self._must_compile = must_compile
         self._known: set[tuple] = set()  # shapes that it has run with
-        self._cannot_capture = False
+        self.can_be_captured = True
         self._fused_layers = 0
 
     @property
@@ -113,18 +115,13 @@ class CompiledForward:
         self._known.add(shapes(inputs))
         return outputs
 
-    @property
-    def can_be_captured(self) -> bool:
-        """As far as is known."""
-        return not self._cannot_capture
-
     def is_ready(self, inputs: dict[str, Any]) -> bool:
         """Whether it has run with inputs of these shapes: nothing is left to load or compile."""
         return shapes(inputs) in self._known
 
     def captured(self, cache: CascadeCache, inputs: dict[str, Any]) -> Graph | None:
         """A step of `cache` as a graph; None where that is not possible (yet)."""
-        if self._cannot_capture or not self.is_ready(inputs):
+        if not self.is_ready(inputs):
             return None
 
         def run(**own: Any) -> Any:
@@ -142,7 +139,7 @@ class CompiledForward:
             if "recompile" in str(error):  # a guard failed
                 self._known.discard(shapes(inputs))
             else:
-                self._cannot_capture = True
+                self.can_be_captured = False
                 logger.warning("decode steps run without a CUDA graph: %s", error)
             return None
 

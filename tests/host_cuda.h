@@ -23,7 +23,7 @@
 
 namespace host {
 
-constexpr int kThreads = 1024;  // kWorkListThreads
+constexpr int kThreads = 1024;  // of a CTA
 constexpr int kStackBytes = 64 * 1024;
 
 struct Meeting;
