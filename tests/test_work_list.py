@@ -366,8 +366,8 @@ def leaves_us(shape: Shape) -> float:
     ],
 )
 def test_splits_of_shared_nodes_heed_the_leaves_beside_them(host, name: str, units: int) -> None:
-    """With these the best of 100 to 220 forced combinations of splits, stages and buffers on an H200
-    was no more than 3.3% slower than the best of all (benchmarks/NOTES.md, 12)."""
+    """On an H200 the best of 100 to 220 forced combinations of splits, stages and buffers was at
+    most 3.3% faster than the best with these splits (benchmarks/NOTES.md, 12)."""
     (shape,) = (shape for shape in grid("full") if shape.name == name)
     work = make_list(host, launch_of(shape))
     assert work.header["shared_split"] == units * SPLIT_UNIT
