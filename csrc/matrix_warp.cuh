@@ -124,13 +124,13 @@ class MatrixWarp {
     bool has_arrived;
   };
 
-  __device__ Ahead look_ahead() const {
+  __device__ Ahead look_ahead(bool asks) const {
     const bool wraps = stage_ + 1 == num_stages_;
     Ahead next;
     next.stage = wraps ? 0 : stage_ + 1;
     next.phase = phase_ ^ (wraps ? 1 : 0);
     next.keys = keys_of(next.stage);
-    next.has_arrived = ptx::barrier_has_passed(full(next.stage), next.phase);
+    next.has_arrived = ptx::barrier_has_passed_if(asks, full(next.stage), next.phase);
     return next;
   }
 
@@ -161,7 +161,7 @@ class MatrixWarp {
       rows_.mask(score, tile.begin, limit);
       if (rows_.softmax.is_exceeded(score, larger, p_.scale_log2)) rows_.follow(larger);
       rows_.softmax.soften(score, p_.scale_log2);
-      Ahead next = look_ahead();
+      Ahead next = look_ahead(true);
       while (!(tile.flags & Tile::kLast)) {
         const int previous = stage_;  // its P V is due
         const uint32_t values = keys + kValuesAfterKeys;
@@ -196,7 +196,9 @@ class MatrixWarp {
 
   // New scores, while the old probabilities are multiplied by the previous stage's V; true if they
   // exceed the maxima. ptxas waits for all products at the first branch after them: there is none
-  // between the waits.
+  // between the waits. It also moves the last wait up, before most of the maxima, unless what comes
+  // between reads memory and hangs on them: so the next stage is looked up where they are not
+  // exceeded (and may be waited for where they are).
   template <bool kMasked>
   __device__ bool take_step(Scores& score, const Probabilities& probability, float (&larger)[2],
                             const Tile& tile, uint32_t keys, uint32_t values, Ahead& next) {
@@ -208,11 +210,11 @@ class MatrixWarp {
     wgmma::fence();
     rows_.start_keys(score, keys);
     rows_.start_values(probability, values);
-    next = look_ahead();
     wgmma::wait<1>();
     wgmma::settle(score);
     if constexpr (kMasked) rows_.mask(score, tile.begin, limit);
     const bool exceeded = rows_.softmax.is_exceeded(score, larger, p_.scale_log2);
+    next = look_ahead(!exceeded);
     wgmma::wait<0>();
     wgmma::settle(rows_.out);
     return exceeded;

@@ -43,32 +43,42 @@ __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
                : "memory");
 }
 
-#define HF_CASCADE_ASK_BARRIER(how)                                      \
-  asm volatile("{ .reg .pred p; mbarrier." how                           \
-               ".parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }" \
-               : "=r"(passed)                                            \
-               : "r"(barrier), "r"(parity)                               \
-               : "memory")
-
-// Whether the phase has ended, at once.
-__device__ __forceinline__ bool barrier_has_passed(uint32_t barrier, uint32_t parity) {
+// Whether the phase has ended, asked at once and only where `asks`; else false. A predicate does
+// that, for at a branch ptxas would wait for all products under way.
+__device__ __forceinline__ bool barrier_has_passed_if(bool asks, uint32_t barrier,
+                                                      uint32_t parity) {
   uint32_t passed;
-  HF_CASCADE_ASK_BARRIER("test_wait");
+  asm volatile(
+      "{ .reg .pred asks, p;"
+      "  setp.ne.u32 asks, %3, 0;"
+      "  setp.ne.u32 p, %3, %3;"
+      "  @asks mbarrier.test_wait.parity.shared.b64 p, [%1], %2;"
+      "  selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity), "r"(uint32_t{asks})
+      : "memory");
   return passed != 0;
 }
 
-// The same, but it may take its time, in which it does not compete with other warps.
+// Whether the phase has ended. It may take its time, in which it does not compete with other warps.
 __device__ __forceinline__ bool barrier_passes(uint32_t barrier, uint32_t parity) {
 #if __CUDA_ARCH__ >= 900
-  uint32_t passed;
-  HF_CASCADE_ASK_BARRIER("try_wait");
-  return passed != 0;
+#define HF_CASCADE_WAIT "try_wait"
 #else
-  return barrier_has_passed(barrier, parity);
+#define HF_CASCADE_WAIT "test_wait"
 #endif
+  uint32_t passed;
+  asm volatile(
+      "{ .reg .pred p;"
+      "  mbarrier." HF_CASCADE_WAIT
+      ".parity.shared.b64 p, [%1], %2;"
+      "  selp.u32 %0, 1, 0, p; }"
+      : "=r"(passed)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+#undef HF_CASCADE_WAIT
+  return passed != 0;
 }
-
-#undef HF_CASCADE_ASK_BARRIER
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (!barrier_passes(barrier, parity)) {
