@@ -32,6 +32,7 @@ from . import fuse_rope
 from .ops import kernels  # importing ops declares the ops that are named below
 
 _OPS = torch.ops.hf_cascade
+_CAST = torch.ops.prims.convert_element_type.default
 _PREFIX_ARGUMENTS = (
     "q", "k_pool", "v_pool", "q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot",
     "reader_indptr", "readers", "sm_scale",
@@ -124,7 +125,7 @@ def _is_pure(node: Node) -> bool:
     target = node.target
     return (
         isinstance(target, torch._ops.OpOverload)
-        and target.namespace == "aten"
+        and (target.namespace == "aten" or target is _CAST)
         and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
         # What is new might be written to: only one that is made of values can be shared.
@@ -181,7 +182,30 @@ def _fuse(merge: Node, made: dict[tuple, Node], batch_invariant: bool) -> bool:
         _erase(node)
     if kwargs["work"] is not None:  # kernels serve; Inductor's own RoPE is faster than operators
         fuse_rope.fuse_rope(fused, made)
+        for name in ("q", "k", "v"):
+            _compute_whole(fused.kwargs[name])
     return True
+
+
+def _compute_whole(rows: Any) -> None:
+    """Have Inductor compute what these rows are columns of, and pass them on as a view of it.
+
+    A product with a single row is its own code (`_compile_config` in compat.py), of which it would
+    compute and store each user's columns by a kernel of their own.
+    """
+    is_part = False
+    while _is_view(rows):
+        is_part |= rows.target is torch.ops.aten.slice.Tensor
+        rows = rows.args[0]
+    if is_part and isinstance(rows, Node) and rows.op == "call_function":
+        rows.meta["inductor_realize_to_strides"] = True
+
+
+def _is_view(node: Any) -> bool:
+    return isinstance(node, Node) and (
+        node.target in (torch.ops.aten.reshape.default, torch.ops.aten._unsafe_view.default)
+        or (isinstance(node.target, torch._ops.OpOverload) and node.target.is_view)
+    )
 
 
 def _work_list(

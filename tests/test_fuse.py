@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 from torch.fx import Graph, GraphModule
 
 from hf_cascade import ops
@@ -65,7 +67,7 @@ def attend(
     reads_prefix_lse: bool = False,
 ) -> tuple[Tensor, ...]:
     """A layer's attention, composed as the blog does, with what a near-miss does differently."""
-    q, k, v = t["x"] * 2, t["x"][:, :2] + 1, t["x"][:, 2:] * 3
+    q, k, v = t.get("qkv") or (t["x"] * 2, t["x"][:, :2] + 1, t["x"][:, 2:] * 3)
     pools, nodes = (t["k_pool"], t["v_pool"]), [t[name] for name in NODES]
     ops.append_kv(k, v, *pools, t["slots"])
     prefix = ops.prefix_attention(q, *pools, *nodes, t["reader_indptr"], t["readers"], SM_SCALE)
@@ -190,6 +192,28 @@ def test_layers_share_a_work_list_where_kernels_serve(
     )
     calls = [n for n in graph.nodes if n.op == "call_function" and CASCADE in n.args]
     assert [call.kwargs["work"] for call in calls] == [work, work]
+
+
+def test_columns_of_a_product_that_inductor_computes_are_views_of_it(monkeypatch) -> None:
+    matrix = torch.randn(16, 64)
+
+    def layer(t: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        def columns(start: int, heads: int) -> Tensor:  # asked for thrice, as by packed linears
+            rows = t["x"].flatten(1)[:, :16].double()
+            product = (rows.unsqueeze(2) * matrix.double()).sum(1).float()
+            return product[:, start : start + 8 * heads].unflatten(1, (heads, 8))
+
+        return attend(t | {"qkv": (columns(0, 4), columns(32, 2), columns(48, 2))})
+
+    monkeypatch.setattr(ops.kernels, "serve", lambda pool: True)
+    torch._dynamo.reset()
+    options = {"post_grad_custom_pre_pass": fuse_pass(), "fx_graph_cache": False}
+    results, [code] = run_and_get_code(torch.compile(layer, options=options), tree())
+    torch.testing.assert_close(results, layer(tree()))
+    [call] = re.findall(r"= torch\.ops\.hf_cascade\.cascade_attention\.default\((.*)\)", code)
+    views = re.findall(r"reinterpret_tensor\((\w+), \(3, (\d), 8\), \(64, 8, 1\), (\d+)\)", call)
+    [buffer] = {name for name, *_ in views}
+    assert views == [(buffer, "4", "0"), (buffer, "2", "32"), (buffer, "2", "48")]
 
 
 def names_of(op: torch._ops.OpOverload) -> list[str]:
