@@ -105,7 +105,12 @@ class CascadeGenerate:
         reason = None
         if call is not None:
             reason = call.reason or call_obstacle(
-                self, generation_config, model_kwargs, generation_mode.value, call.prompt_shape
+                self,
+                original_class(type(self)),
+                generation_config,
+                model_kwargs,
+                generation_mode.value,
+                call.prompt_shape,
             )
             if reason is not None and call.reason is None:
                 self.cascade.fall_back(call, reason, type(self).__name__)

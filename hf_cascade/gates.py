@@ -8,10 +8,12 @@ its own path (or on its place in the batch) is an obstacle.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.dropout import _DropoutNd
 
 # Overriding one of these means that inputs, masks or positions are made in a way of the model's
 # own, which a packed row doesn't have.
@@ -41,6 +43,8 @@ _KNOWN_OBSTACLES = {
     "moshi": "its layers pass no **kwargs on to attention",
     "nemotron": "its layers pass no **kwargs on to attention",
 }
+# Experts are drawn at random in training mode, whatever the config says.
+_NOISY_ROUTERS = {"phimoe"}
 # RoPE frequencies that depend on the longest position of a forward pass.
 _LENGTH_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
@@ -110,6 +114,7 @@ def _config_obstacles(config: Any) -> list[str]:
 
 def call_obstacle(
     model: Any,
+    architecture: type,
     generation_config: Any,
     model_kwargs: dict[str, Any],
     generation_mode: str,
@@ -119,6 +124,7 @@ def call_obstacle(
 
     Args:
         model: the patched model.
+        architecture: its class without the patch.
         generation_config: the call's, with max_length set.
         model_kwargs: the model's inputs, expanded to rows, before a cache is prepared.
         generation_mode: the value of transformers' GenerationMode.
@@ -128,6 +134,7 @@ def call_obstacle(
         _mode_obstacle(generation_config, generation_mode)
         or _kwargs_obstacle(model_kwargs)
         or _config_call_obstacle(model, generation_config, model_kwargs)
+        or _inputs_hook_obstacle(model, architecture)
         or _model_state_obstacle(model)
         or _mask_obstacle(model_kwargs, prompt_shape)
     )
@@ -136,8 +143,8 @@ def call_obstacle(
 def _mode_obstacle(generation_config: Any, generation_mode: str) -> str | None:
     if generation_mode not in _GENERATION_MODES:
         return f"generation mode {generation_mode}"
-    if generation_config.use_cache is False:
-        return "use_cache=False"
+    if not generation_config.use_cache:
+        return f"use_cache={generation_config.use_cache}"
     if generation_config.cache_implementation not in (None, "dynamic"):
         return f"cache_implementation={generation_config.cache_implementation!r}"
     for name in ("output_attentions", "output_hidden_states"):
@@ -156,8 +163,9 @@ def _kwargs_obstacle(model_kwargs: dict[str, Any]) -> str | None:
         is_absent = value is None or (isinstance(value, dict) and not value)
         if key not in _CALL_KWARGS and not is_absent:
             return f"the argument {key}"
-    if model_kwargs.get("logits_to_keep", 1) != 1:
-        return f"logits_to_keep={model_kwargs['logits_to_keep']!r}"
+    logits_to_keep = model_kwargs.get("logits_to_keep", 1)
+    if isinstance(logits_to_keep, Tensor) or logits_to_keep != 1:
+        return f"logits_to_keep={logits_to_keep!r}"
     return None
 
 
@@ -185,25 +193,58 @@ def _rope_types(config: Any) -> set[str]:
     return {p.get("rope_type", "default") for p in nested or [parameters]}
 
 
+def _inputs_hook_obstacle(model: Any, architecture: type) -> str | None:
+    """A packed prefill makes its inputs without this hook, whose others' versions may change them.
+
+    Those of transformers are known: they add arguments for pictures, or for other caches.
+    """
+    hook = "prepare_inputs_for_generation"
+    if hook in vars(model):
+        return f"{hook} is overridden on the instance (prompt learning?)"
+    if not getattr(architecture, hook).__module__.startswith("transformers."):
+        return f"{hook} is overridden outside of transformers"
+    return None
+
+
 def _model_state_obstacle(model: Any) -> str | None:
-    if "prepare_inputs_for_generation" in vars(model):
-        return "prepare_inputs_for_generation is overridden on the instance (prompt learning?)"
     if getattr(model, "_compiled_call_impl", None) is not None:
         return "model.compile() was called"
-    if model.training:
-        if getattr(model, "is_gradient_checkpointing", False):
-            return "gradient checkpointing in training mode, which drops the cache"
+    in_training = [module for module in model.modules() if module.training]
+    if in_training:
         config = model.config.get_text_config(decoder=True)
-        attention_dropout = getattr(config, "attention_dropout", 0.0)
-        if attention_dropout or any(
-            isinstance(module, torch.nn.Dropout) and module.p for module in model.modules()
-        ):
-            return "dropout in training mode; call model.eval()"
-        if getattr(config, "router_jitter_noise", 0.0):
-            return "noise in the router in training mode; call model.eval()"
+        if (reason := _training_obstacle(config, in_training)) is not None:
+            return reason
     if _has_row_adapters(model):
         return "PEFT adapters that differ between rows or tokens"
     return None
+
+
+def _training_obstacle(config: Any, in_training: Sequence[torch.nn.Module]) -> str | None:
+    """What is different in training mode, of which these modules are."""
+    if any(getattr(module, "gradient_checkpointing", False) for module in in_training):
+        return "gradient checkpointing in training mode, which drops the cache"
+    if (
+        getattr(config, "attention_dropout", 0.0)
+        or any(isinstance(module, _DropoutNd) and module.p for module in in_training)
+        or _has_rate(in_training, "drop")  # of functional dropout, or of dropped layers
+    ):
+        return "dropout in training mode; call model.eval()"
+    if (
+        getattr(config, "router_jitter_noise", 0.0)
+        or _has_rate(in_training, "jitter")
+        or getattr(config, "model_type", "") in _NOISY_ROUTERS
+    ):
+        return "noise in the router in training mode; call model.eval()"
+    return None
+
+
+def _has_rate(modules: Sequence[torch.nn.Module], word: str) -> bool:
+    """Whether one of these modules has a number above 0 by a name with this word in it."""
+    return any(
+        word in name and type(value) in (float, int) and value > 0
+        for module in modules
+        for name, value in vars(module).items()
+    )
 
 
 def _has_row_adapters(model: torch.nn.Module) -> bool:
@@ -218,6 +259,8 @@ def _mask_obstacle(
 ) -> str | None:
     if prompt_shape is None:
         return "input_ids and inputs_embeds of different lengths"
+    if not prompt_shape[0]:
+        return "a batch without rows"
     mask = model_kwargs.get("attention_mask")
     position_ids = model_kwargs.get("position_ids")
     if mask is None:
@@ -239,11 +282,15 @@ def _mask_obstacle(
 def _position_obstacle(
     position_ids: Tensor | None, present: Tensor | None, prompt_shape: tuple[int, int]
 ) -> str | None:
-    if position_ids is None:
-        return None
+    if position_ids is None:  # as where something that hides its parameters wraps model.forward
+        is_padded = present is not None and not bool(present.all())
+        return "padded prompts without position_ids" if is_padded else None
     if position_ids.ndim != 2:
         return f"position_ids of {position_ids.ndim} dimensions"
-    if position_ids.shape[1] != prompt_shape[1]:  # made of a mask of ones that did not fit
+    if position_ids.shape[1] != prompt_shape[1] or position_ids.shape[0] not in (
+        1,
+        prompt_shape[0],
+    ):  # made of a mask of ones that did not fit
         return f"position_ids of shape {tuple(position_ids.shape)} for prompts of {prompt_shape}"
     expected = torch.arange(position_ids.shape[1], device=position_ids.device)
     if present is None:

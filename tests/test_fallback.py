@@ -87,9 +87,52 @@ def prepare_inputs_on_the_instance(model):
     model.prepare_inputs_for_generation = lambda *args, **kwargs: original(model, *args, **kwargs)
 
 
+def prepare_inputs_in_a_subclass(model):
+    """As models beside transformers did it for years: it hands on what it knows."""
+
+    def prepare(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
+        if past_key_values is not None and past_key_values.get_seq_length():
+            input_ids = input_ids[:, -1:]
+        return {
+            "input_ids": input_ids,
+            "past_key_values": past_key_values,
+            "attention_mask": attention_mask,
+        }
+
+    own = {"prepare_inputs_for_generation": prepare}
+    model.__class__ = type("OwnLlama", (type(model),), own)
+
+
+def shift_positions_in_a_subclass(model):
+    stock = type(model).prepare_inputs_for_generation
+
+    def prepare(self, input_ids, attention_mask=None, **kwargs):
+        inputs = stock(self, input_ids, attention_mask=attention_mask, **kwargs)
+        return inputs | {"position_ids": 2 * inputs["position_ids"]}
+
+    own = {"prepare_inputs_for_generation": prepare}
+    model.__class__ = type("OwnLlama", (type(model),), own)
+
+
+def wrap_forward(model):
+    """Without functools.wraps: generate sees no position_ids among its parameters."""
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def train_a_part_with_checkpointing(model):
+    model.gradient_checkpointing_enable()
+    model.model.train()
+
+
 def train_with_checkpointing(model):
     model.train()
     model.gradient_checkpointing_enable()
+
+
+def train_with_channel_dropout(model):
+    model.model.norm = torch.nn.Sequential(model.model.norm, torch.nn.Dropout1d(0.2))
+    model.train()
 
 
 def train_with_dropout(model):
@@ -107,6 +150,7 @@ CASES = {
         inputs=PROMPT,
     ),
     "no cache": Case("use_cache=False", given(use_cache=False)),
+    "no answer about the cache": Case("use_cache=None", given(use_cache=None)),
     "a static cache": Case("cache_implementation='static'", given(cache_implementation="static")),
     "attentions": Case(
         "output_attentions=True",
@@ -122,6 +166,10 @@ CASES = {
         "the argument labels", given(labels=PROMPT["input_ids"]), inputs=PROMPT
     ),
     "more logits": Case("logits_to_keep=0", given(logits_to_keep=0)),
+    "chosen logits": Case(
+        "logits_to_keep=tensor([ 0, -1])", given(logits_to_keep=torch.tensor([0, -1])),
+        inputs=PROMPT,
+    ),
     "a narrow window": Case(
         f"a sliding window of {LENGTH + 7} tokens, shorter than max_length={LENGTH + 8}",
         model=changed(lambda model: None, "mistral", sliding_window=LENGTH + 7),
@@ -143,6 +191,17 @@ CASES = {
         "prepare_inputs_for_generation is overridden on the instance (prompt learning?)",
         model=changed(prepare_inputs_on_the_instance),
     ),
+    "a subclass that prepares inputs": Case(
+        "prepare_inputs_for_generation is overridden outside of transformers",
+        model=changed(prepare_inputs_in_a_subclass),
+    ),
+    "a subclass that shifts positions": Case(
+        "prepare_inputs_for_generation is overridden outside of transformers",
+        model=changed(shift_positions_in_a_subclass),
+    ),
+    "a forward that hides its parameters": Case(
+        "padded prompts without position_ids", model=changed(wrap_forward)
+    ),
     "a compiled model": Case(
         "model.compile() was called", model=changed(lambda model: model.compile(disable=True))
     ),
@@ -150,12 +209,41 @@ CASES = {
         "gradient checkpointing in training mode, which drops the cache",
         model=changed(train_with_checkpointing),
     ),
+    "gradient checkpointing in a part": Case(
+        "gradient checkpointing in training mode, which drops the cache",
+        model=changed(train_a_part_with_checkpointing),
+    ),
     "dropout": Case(
         "dropout in training mode; call model.eval()", model=changed(train_with_dropout)
     ),
     "dropout in attention": Case(
         "dropout in training mode; call model.eval()",
         model=changed(lambda model: model.train(), attention_dropout=0.2),
+    ),
+    "dropout in attention of a part": Case(
+        "dropout in training mode; call model.eval()",
+        model=changed(lambda model: model.model.train(), attention_dropout=0.2),
+    ),
+    "dropout that is no module": Case(
+        "dropout in training mode; call model.eval()",
+        model=changed(lambda model: model.train(), "starcoder2", residual_dropout=0.2),
+    ),
+    "dropout of channels": Case(
+        "dropout in training mode; call model.eval()", model=changed(train_with_channel_dropout)
+    ),
+    "noise in front of the router": Case(
+        "noise in the router in training mode; call model.eval()",
+        model=changed(
+            lambda model: model.train(), "phimoe", num_local_experts=4, num_experts_per_tok=2,
+            router_jitter_noise=0.0, input_jitter_noise=0.3,
+        ),
+    ),
+    "a router that draws experts": Case(
+        "noise in the router in training mode; call model.eval()",
+        model=changed(
+            lambda model: model.train(), "phimoe", num_local_experts=4, num_experts_per_tok=2,
+            router_jitter_noise=0.0, input_jitter_noise=0.0,
+        ),
     ),
     "noise in the router": Case(
         "noise in the router in training mode; call model.eval()",
@@ -512,6 +600,31 @@ def test_what_stock_refuses_is_refused(unfit):
                 model.generate(**inputs, max_new_tokens=3)
 
 
+@pytest.mark.parametrize(
+    ("unfit", "reason"),
+    [
+        ({"input_ids": torch.ones(0, 4).long()}, "a batch without rows"),
+        (
+            batch(DOCUMENT, DOCUMENT)
+            | {"position_ids": torch.arange(11)[None], "num_return_sequences": 2},
+            "position_ids of shape (2, 11) for prompts of (4, 11)",
+        ),
+    ],
+    ids=["no rows", "positions of other rows"],
+)
+def test_what_stock_fails_on_fails_as_in_stock(unfit, reason):
+    messages = []
+    for model in (new_model(), hf_cascade.patch(new_model())):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", CascadeFallbackWarning)
+            with pytest.raises(Exception, match=r".") as error:
+                run(model, **unfit, do_sample=True)
+        messages.append((type(error.value), str(error.value)))
+    assert messages[0] == messages[1]
+    [warning] = [w for w in caught if w.category is CascadeFallbackWarning]
+    assert reason in str(warning.message)
+
+
 def test_a_length_in_the_reason_does_not_warn_again():
     model = hf_cascade.patch(new_model("mistral", sliding_window=8))
     with warnings.catch_warnings(record=True) as caught:
@@ -552,6 +665,7 @@ def test_every_reason_has_a_case():
     known = [case.reason for case in CASES.values()]
     known += ["the model assists another one", OWN_ADAPTERS]
     known += ["input_ids and inputs_embeds of different lengths"]
+    known += ["a batch without rows"]
     known += ["position_ids of 3 dimensions", "an attention_mask of 4 dimensions"]
     missing = [
         reason for reason in reasons if not any(re.fullmatch(reason, case) for case in known)
