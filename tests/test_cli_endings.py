@@ -54,6 +54,14 @@ def test_a_command_that_is_not_there_is_wrong_usage():
     assert_one_line(run("nonsense"), 2, "nonsense")
 
 
+def test_without_a_command_there_is_help_and_no_error():
+    result = run()
+    assert result.exit_code == 2
+    assert "Usage: " in result.output
+    assert "generate" in result.output
+    assert "error" not in result.output
+
+
 # What can't be done
 
 
@@ -322,4 +330,4 @@ def test_without_typer_the_extra_is_named():
     code = "import sys; sys.modules['typer'] = None; from hf_cascade.cli import main; main()"
     shown = run_python(code)
     assert shown.returncode == 1
-    assert shown.stderr == ("error: the command line needs typer: pip install 'hf-cascade[cli]'\n")
+    assert shown.stderr == "error: the command line needs typer: pip install rich typer\n"

@@ -18,6 +18,6 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if error.name not in ("rich", "typer"):
             raise
-        sys.exit(f"error: the command line needs {error.name}: pip install 'hf-cascade[cli]'")
+        sys.exit(f"error: the command line needs {error.name}: pip install rich typer")
     except KeyboardInterrupt:  # before a command began
         sys.exit(130)

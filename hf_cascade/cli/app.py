@@ -22,7 +22,8 @@ class OneLineErrors(TyperGroup):
         try:
             code = super().main(*args, **kwargs | {"standalone_mode": False})
         except typer.TyperException as error:
-            print(f"error: {one_line(error.format_message())}", file=sys.stderr)
+            if message := one_line(error.format_message()):  # none where help was shown instead
+                print(f"error: {message}", file=sys.stderr)
             sys.exit(error.exit_code)
         except typer.Abort:
             sys.exit(1)
