@@ -20,6 +20,10 @@ from examples.smollm2 import ModelUnavailableError, load_smollm2
 def main() -> None:
     """Run both parts."""
     arguments = parse_arguments()
+    try:
+        arguments.output.mkdir(parents=True, exist_ok=True)  # it is needed last: fail first
+    except OSError as error:
+        sys.exit(f"error: {error}")
     console = Console()
     transformers.utils.logging.disable_progress_bar()
     console.print(

@@ -38,7 +38,10 @@ from tests.models import new_model
         ((CHAIN_OF_SUMS, "x", "--seed", "-1"), ("--seed",)),
         ((CHAIN_OF_SUMS, "x", "--stop", ""), ("--stop",)),
         ((CHAIN_OF_SUMS, "x", "--dtype", "int3"), ("--dtype", "bfloat16")),
-        ((CHAIN_OF_SUMS, "x", "--device", "nonsense"), ("--device", "nonsense")),
+        (
+            (CHAIN_OF_SUMS, "x", "--device", "nonsense"),
+            ("--device", "'nonsense'", "Expected one of"),
+        ),
         ((CHAIN_OF_SUMS, "x", "--device", "cuda:99"), ("--device", "cuda:99")),
         ((CHAIN_OF_SUMS, "x", "--nonsense"), ("--nonsense",)),
         ((CHAIN_OF_SUMS, "x", "y"), ("y",)),

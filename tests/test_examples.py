@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import examples
-from examples import document_qa, self_consistency, skeleton_of_thought, smollm2
+from examples import demo, document_qa, self_consistency, skeleton_of_thought, smollm2
 from examples.measure import Comparison, Measurement, compare
 from examples.terminal import comparison_table
 from hf_cascade import Consensus, Sample
@@ -267,6 +267,14 @@ def test_document_qa_without_its_model_is_one_line(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["document_qa"])
     with pytest.raises(SystemExit, match=r"^error: no index$"):
         document_qa.main()
+
+
+def test_a_demo_that_cannot_save_its_chart_says_so_first(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(demo, "load_smollm2", None)  # reached by no model at all
+    monkeypatch.setattr(sys, "argv", ["demo", "--output", str(tmp_path / "file" / "charts")])
+    with pytest.raises(SystemExit, match=r"^error: .*file/charts'$"):
+        demo.main()
 
 
 @pytest.mark.parametrize("example", ["document_qa", "self_consistency", "skeleton_of_thought"])

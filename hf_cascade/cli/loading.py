@@ -24,7 +24,7 @@ from transformers.utils import logging
 
 from ..errors import UnsupportedModelError
 from ..patch import patch
-from .errors import Failure, described
+from .errors import Failure, described, one_line
 
 
 def checked_device(name: str | None) -> torch.device:
@@ -40,8 +40,9 @@ def checked_device(name: str | None) -> torch.device:
         torch.empty(0, device=device)
     # An unknown name, a torch without that backend, a backend without storage: each has its own.
     except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = one_line(error, width=200)
         raise typer.BadParameter(
-            f"torch can't use the device {name!r} here", param_hint="--device"
+            f"torch can't use the device {name!r} here ({reason})", param_hint="--device"
         ) from error
     return device
 
