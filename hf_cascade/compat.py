@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any
@@ -28,7 +29,7 @@ from .errors import UnsupportedModelError
 from .gates import call_obstacle
 from .packing import pack_linears, unpack_linears
 from .prefill import packed_prefill, read_prompts
-from .runtime import Cascade
+from .runtime import Call, Cascade
 from .step import DecodeStep
 from .stopping import LateStopCheck, RowCloser
 from .versions import TESTED_TRANSFORMERS
@@ -65,28 +66,42 @@ class CascadeGenerate:
         switch_back(state.pop(_SWITCHED, ()))
         super().__setstate__(state)  # type: ignore[misc]
 
-    @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
         with self.cascade.call() as call:
             if not isinstance(self, CascadeGenerate):  # unpatched while this call waited
                 return self.generate(*args, **kwargs)
-            # What the user brings along may look at rows that are over, and count steps.
-            call.is_plain = len(args) <= 2 and not any(map(kwargs.get, _STEP_WATCHERS))
-            call.reason = _call_obstacle_before(kwargs)
-            if call.reason is not None:
-                self.cascade.fall_back(call, call.reason, type(self).__name__)
-            out = super().generate(*args, **kwargs)  # type: ignore[misc]
-            returned = getattr(out, "past_key_values", None)
-            if isinstance(returned, CascadeCache):  # a model may have dropped it on the way
-                out.past_key_values = returned.hand_over(self.cascade.reclaim)
-                call.is_handed_over = True
-            return out
+            call.is_plain = self._is_plain(args, kwargs)
+            call.reason_before = _call_obstacle_before(
+                dict(zip(_GENERATE_PARAMETERS, args, strict=False)) | kwargs
+            )
+            if call.reason_before is not None:
+                self.cascade.fall_back(call, call.reason_before, type(self).__name__)
+            return super().generate(*args, **kwargs)  # type: ignore[misc]
+
+    def _is_plain(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether no one may look at rows that are over, or count steps."""
+        return (
+            len(args) <= 2
+            and not any(map(kwargs.get, _STEP_WATCHERS))
+            and all(
+                getattr(getattr(self, hook), "__func__", None) is getattr(GenerationMixin, hook)
+                for hook in _WATCHERS_HOOKS
+            )
+        )
+
+    def _served(self, cache: Any) -> Call | None:
+        """The running call, if this is its cache.
+
+        It is not where stock generate was entered past the one above, inside a call of that.
+        """
+        call = self.cascade.current
+        return call if call is not None and call.cache is not None and call.cache is cache else None
 
     def _prepare_generated_length(
         self, generation_config, *args, inputs_tensor, input_ids_length, **kwargs
     ):
-        # The last hook that sees the prompt before the cache is prepared.
-        call = self.cascade.current
+        # The first hook of a run, and the last that sees the prompt before the cache is prepared.
+        call = self.cascade.begin_run()
         if call is not None and input_ids_length in (0, inputs_tensor.shape[1]):
             copies = max(generation_config.num_beams, generation_config.num_return_sequences)
             call.prompt_shape = (inputs_tensor.shape[0] * copies, inputs_tensor.shape[1])
@@ -101,10 +116,10 @@ class CascadeGenerate:
     def _prepare_cache_for_generation(
         self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
     ):
-        call = self.cascade.current
+        call = self.cascade.uncached
         reason = None
         if call is not None:
-            reason = call.reason or call_obstacle(
+            reason = call.reason_before or call_obstacle(
                 self,
                 original_class(type(self)),
                 generation_config,
@@ -112,7 +127,7 @@ class CascadeGenerate:
                 generation_mode.value,
                 call.prompt_shape,
             )
-            if reason is not None and call.reason is None:
+            if reason is not None and call.reason_before is None:
                 self.cascade.fall_back(call, reason, type(self).__name__)
         if call is None or reason is not None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
@@ -176,58 +191,68 @@ class CascadeGenerate:
             return lambda **inputs: hand_on_logits(step(**inputs))
         return step
 
-    def _get_stopping_criteria(self, generation_config, *args, **kwargs):
-        criteria = super()._get_stopping_criteria(generation_config, *args, **kwargs)  # type: ignore[misc]
-        call = self.cascade.current
-        # Rows that are over go on in the stock loop, fed with padding. Nobody sees what they
-        # compute, unless the scores or the cache are returned, beams still continue them, or a
-        # processor of the user's looks at all rows.
-        if (
-            call is not None
-            and call.cache is not None
-            and call.is_plain
-            and generation_config.num_beams == 1
-            and not generation_config.return_dict_in_generate
-            and any(hasattr(criterion, "eos_token_id") for criterion in criteria)
-        ):
-            return _Criteria(criteria, RowCloser(call.cache))
-        return criteria if call is None or call.cache is None else _Criteria(criteria)
-
     def _sample(
         self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
     ):
-        call = self.cascade.current
-        sample = super()._sample  # type: ignore[misc]
-        if call is not None and call.cache is not None:
-            returned = generation_config.return_dict_in_generate and (
-                generation_config.output_scores or generation_config.output_logits
+        call = self._served(kwargs.get("past_key_values"))
+        if call is None:
+            return super()._sample(  # type: ignore[misc]
+                input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
             )
-            call.only_draws = (
-                call.cache.is_compileable
-                and self._updates_as_stock()
-                and generation_config.do_sample
-                and not logits_processor
-                and not returned
-            )
-            # The stop check is ours where stock's would not wait either, and so are the draws of
-            # compiled steps.
-            sample = functools.partial(
-                _stock_sample(DeferredStopCheck=LateStopCheck, **replacements(call.draw)), self
-            )
-        return sample(
-            input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+        cache = call.cache
+        assert cache is not None
+        returned = generation_config.return_dict_in_generate and (
+            generation_config.output_scores or generation_config.output_logits
         )
+        call.only_draws = (
+            cache.is_compileable
+            and self._updates_as_stock()
+            and generation_config.do_sample
+            and not logits_processor
+            and not returned
+        )
+        # Rows that are over go on in the stock loop, fed with padding. Nobody sees what they
+        # compute, unless the scores or the cache are returned or a processor of the user's looks
+        # at all rows.
+        rows = None
+        if (
+            call.is_plain
+            and not generation_config.return_dict_in_generate
+            and any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        ):
+            rows = RowCloser(cache)
+        # The stop check is ours where stock's would not wait either, and so are the draws of
+        # compiled steps.
+        sample = _stock_sample(DeferredStopCheck=LateStopCheck, **replacements(call.draw))
+        output = sample(
+            self, input_ids, logits_processor, _Criteria(stopping_criteria, rows),
+            generation_config, *args, **kwargs,
+        )  # fmt: skip
+        self.cascade.end_run(output)
+        return output
 
-    def _beam_search(self, *args, **kwargs):
-        call = self.cascade.current
-        if call is None or call.cache is None or not call.cache.is_compileable:
-            return super()._beam_search(*args, **kwargs)  # type: ignore[misc]
-        # Sampling asks for a compiled call, beam search calls the model: here, one that steps.
-        step = self.get_compiled_call(kwargs["generation_config"].compile_config)
-        return GenerationMixin._beam_search(_Stepping(self, step), *args, **kwargs)
+    def _beam_search(
+        self, input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+    ):
+        call = self._served(kwargs.get("past_key_values"))
+        if call is None:
+            return super()._beam_search(  # type: ignore[misc]
+                input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
+            )
+        model: Any = self
+        if call.cache is not None and call.cache.is_compileable:
+            # Sampling asks for a compiled call, beam search calls the model: here, one that steps.
+            model = _Stepping(self, self.get_compiled_call(generation_config.compile_config))
+        output = GenerationMixin._beam_search(
+            model, input_ids, logits_processor, _Criteria(stopping_criteria), generation_config,
+            *args, **kwargs,
+        )  # fmt: skip
+        self.cascade.end_run(output)
+        return output
 
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
-        call, cache = self.cascade.current, model_kwargs.get("past_key_values")
+        cache = model_kwargs.get("past_key_values")
+        call = self._served(cache) or self.cascade.uncached
         inputs_embeds = model_kwargs.get("inputs_embeds")
         if call is not None:
             call.count_prompt(
@@ -251,7 +276,7 @@ class CascadeGenerate:
         return hand_on_logits(outputs) if call.only_draws else outputs
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        call, grown = self.cascade.current, {}
+        call, grown = self._served(model_kwargs.get("past_key_values")), {}
         is_step = not args and kwargs.get("num_new_tokens", 1) == 1
         if call is not None and call.columns is not None and is_step and self._updates_as_stock():
             for name in GROWING:
@@ -334,7 +359,10 @@ def _stock_sample(**instead: Any) -> Callable[..., Any]:
 
 
 _SWITCHED = "_hf_cascade_switched_configs"  # in the state of a copy
+_GENERATE_PARAMETERS = list(inspect.signature(GenerationMixin.generate).parameters)[1:]
+# By these arguments, and in these hooks of its class, a call gets what may watch its steps.
 _STEP_WATCHERS = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn")
+_WATCHERS_HOOKS = ("_get_logits_processor", "_get_stopping_criteria")
 
 
 def _has_hooks(model: Any) -> bool:
@@ -367,10 +395,18 @@ def cascade_class(original: type) -> type:
             return original.prepare_inputs_for_generation(self, *args, **kwargs)  # type: ignore[attr-defined]
         return CascadeGenerate.prepare_inputs_for_generation(self, *args, **kwargs)
 
+    # `__wrapped__` is what it is in stock, for whoever calls that to have gradients.
+    @functools.wraps(inspect.unwrap(original.generate))  # type: ignore[attr-defined]
+    def generate(self, *args, **kwargs):
+        if not isinstance(self, CascadeGenerate):
+            return original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
+        return CascadeGenerate.generate(self, *args, **kwargs)
+
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "generate": generate,
         "prepare_inputs_for_generation": prepare_inputs_for_generation,
     }
     return type(original.__name__, (CascadeGenerate, original), namespace)

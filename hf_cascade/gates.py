@@ -25,7 +25,6 @@ _HOOKS_OF_ITS_OWN = (
     "_prefill",
     "_sample",
     "_beam_search",
-    "_get_stopping_criteria",
 )
 _LAYER_TYPES = {"full_attention", "attention", "sliding_attention"}
 _GENERATION_MODES = {"greedy_search", "sample", "beam_search", "beam_sample"}

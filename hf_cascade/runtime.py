@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -145,24 +145,53 @@ class Cascade:
         """One `generate` call: exclusive, and whatever happens inside, every page comes back."""
         with self.lock:
             self._drain()
-            call = Call()
-            if not self._calls:
-                self.allocator.reset_peak()
-            self._calls.append(call)
+            self._calls.append(Call())
             try:
-                with call.cleanup:
-                    yield call
-                    self._finish(call)
+                yield self._calls[-1]
+                last = self._calls[-1]
+                if last.has_begun or last.reason_before is not None:
+                    self._finish(last)
             finally:
-                self._calls.pop()
-                if call.cache is not None and not call.is_handed_over:
-                    call.cache.tree.clear()
+                self._calls.pop().close()
+
+    def begin_run(self) -> Call | None:
+        """Stock generate begins; a model's own `generate` may let it do so more than once.
+
+        Returns:
+            The state of that run; None where it was entered past the patched `generate`.
+        """
+        call = self.uncached
+        if call is not None:
+            if call.has_begun:
+                call = self._calls[-1] = call.next()
+            call.has_begun = True
+        return call
+
+    def end_run(self, output: Any) -> None:
+        """The decoding loop of the running call is over, and returned `output`.
+
+        What of it outlives the call is the caller's own from here on.
+        """
+        call = self._calls[-1]
+        self._finish(call)
+        returned = getattr(output, "past_key_values", None)
+        if isinstance(returned, CascadeCache):  # a model may have dropped it on the way
+            output.past_key_values = returned.hand_over(self.reclaim)
+            call.is_handed_over = True
+        call.close()
+        self._calls[-1] = call.next()
 
     @property
     def current(self) -> Call | None:
         """The running `generate` call of this thread, if any."""
         calls = self._calls
         return calls[-1] if calls and calls[-1].thread == threading.get_ident() else None
+
+    @property
+    def uncached(self) -> Call | None:
+        """The running call, if it has no cache of ours: not yet, or as it runs on stock."""
+        call = self.current
+        return call if call is not None and call.cache is None else None
 
     def compiles_on(self, device: torch.device) -> bool:
         """Whether decode steps of a model on this device are compiled."""
@@ -172,6 +201,8 @@ class Cascade:
 
     def open_cache(self, call: Call) -> CascadeCache:
         """A cache over an empty tree, for `call`."""
+        if len(self._calls) == 1:
+            self.allocator.reset_peak()
         call.cache = CascadeCache(
             KVTree(self.allocator), self.pool, batch_invariant=self.options.batch_invariant
         )
@@ -213,24 +244,40 @@ class Cascade:
 
 
 class Call:
-    """The running state of one `generate` call, from which its stats are made."""
+    """The running state of one `generate` call, from which its stats are made.
 
-    def __init__(self) -> None:
+    Args:
+        is_plain: nothing of the user's watches the steps.
+        reason_before: why it runs on stock, if its arguments say so before any hook.
+    """
+
+    def __init__(self, is_plain: bool = True, reason_before: str | None = None) -> None:
         self.thread = threading.get_ident()
-        self.cleanup = ExitStack()  # undone when generate ends, however it ends
+        self.is_plain, self.reason_before = is_plain, reason_before
+        self.reason: str | None = None
+        self.has_begun = False  # the first hook was there
+        self.cleanup = ExitStack()  # undone when its run ends, however it ends
         self.cache: CascadeCache | None = None
         self.columns: Columns | None = None
         self.step: DecodeStep | None = None  # where decode steps are compiled
-        self.is_plain = True  # nothing of the user's watches the steps
         self.only_draws = False  # its loop takes logits to draw from them, and for nothing else
         self.is_prefilled = False
         self.is_handed_over = False  # the cache outlives the call
-        self.reason: str | None = None
         self.prompt_tokens = 0
         self.prefill_tokens = 0
         self.decode_steps = 0
         self.device = torch.device("cpu")
         self.prompt_shape: tuple[int, int] | None = None  # rows and columns, padding included
+
+    def next(self) -> Call:
+        """The state in which stock generate may begin anew, within the same `generate` call."""
+        return Call(self.is_plain, self.reason_before)
+
+    def close(self) -> None:
+        """Undo what the call has set up, and give its pages back."""
+        self.cleanup.close()
+        if self.cache is not None and not self.is_handed_over:
+            self.cache.tree.clear()
 
     def count_prompt(self, attention_mask: Tensor | None, rows: Tensor) -> None:
         """Count what stock generate would forward; `rows` is [batch, length, ..]."""

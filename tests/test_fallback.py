@@ -436,6 +436,16 @@ def test_continuous_batching_is_not_silent(strict, monkeypatch):
     assert "paged" in model.cascade.stats.reason
 
 
+def test_a_decoding_loop_in_its_place_among_positional_arguments():
+    arguments = (RAGGED["input_ids"], *[None] * 9, greedy_loop)
+    named = {"attention_mask": RAGGED["attention_mask"], "max_new_tokens": 4}
+    expected = new_model().generate(*arguments, **named)
+    model = hf_cascade.patch(new_model())
+    with pytest.warns(CascadeFallbackWarning, match="the argument custom_generate"):
+        actual = model.generate(*arguments, **named)
+    assert torch.equal(expected, actual)
+
+
 def test_a_patched_assistant_falls_back_too():
     target, assistant = new_model(), new_model(seed=1)
     expected = run(target, **PROMPT, assistant_model=assistant)
