@@ -129,6 +129,14 @@ class CascadeGenerate:
             )
             if reason is not None and call.reason_before is None:
                 self.cascade.fall_back(call, reason, type(self).__name__)
+            embeds, given = (
+                model_kwargs.get(name) for name in ("inputs_embeds", "past_key_values")
+            )
+            call.count_prompt(
+                model_kwargs.get("attention_mask"),
+                call.prompt_shape or embeds.shape[:2],  # of other lengths than the ids
+                0 if given is None else int(given.get_seq_length()),
+            )
         if call is None or reason is not None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -253,20 +261,18 @@ class CascadeGenerate:
     def _prefill(self, input_ids, generation_config, model_kwargs, is_first_iteration=True):
         cache = model_kwargs.get("past_key_values")
         call = self._served(cache) or self.cascade.uncached
-        inputs_embeds = model_kwargs.get("inputs_embeds")
-        if call is not None:
-            call.count_prompt(
-                model_kwargs.get("attention_mask"),
-                input_ids if inputs_embeds is None else inputs_embeds,
-            )
         if call is None or not isinstance(cache, CascadeCache):
+            if call is not None:
+                call.is_prefilling = True
             outputs = super()._prefill(  # type: ignore[misc]
                 input_ids, generation_config, model_kwargs, is_first_iteration
             )
             if call is not None:
-                call.is_prefilled = True
+                call.is_prefilling, call.is_prefilled = False, True
             return outputs
-        prompts = read_prompts(input_ids, inputs_embeds, model_kwargs.get("attention_mask"))
+        prompts = read_prompts(
+            input_ids, model_kwargs.get("inputs_embeds"), model_kwargs.get("attention_mask")
+        )
         room = generation_config.max_length - input_ids.shape[1]
         cache.reserve(prompts.rows, room)
         call.columns = Columns(room)
@@ -292,9 +298,10 @@ class CascadeGenerate:
 
     def prepare_inputs_for_generation(self, input_ids, *args, **kwargs):
         inputs = super().prepare_inputs_for_generation(input_ids, *args, **kwargs)  # type: ignore[misc]
-        call, cache = self.cascade.current, inputs.get("past_key_values")
-        if call is not None and call.is_prefilled:
-            call.decode_steps += 1
+        call, cache = self.cascade.uncached, inputs.get("past_key_values")
+        if call is not None and not call.is_prefilling:  # a loop may prefill in a step of its own
+            call.decode_steps += call.is_prefilled
+            call.is_prefilled = True
         if isinstance(cache, CascadeCache):
             cache.begin_step()
         return inputs

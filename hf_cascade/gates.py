@@ -206,8 +206,8 @@ def _inputs_hook_obstacle(model: Any, architecture: type) -> str | None:
 
 
 def _model_state_obstacle(model: Any) -> str | None:
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        return "model.compile() was called"
+    if any(map(_is_compiled, model.modules())):
+        return "the model or a part of it was compiled"
     in_training = [module for module in model.modules() if module.training]
     if in_training:
         config = model.config.get_text_config(decoder=True)
@@ -216,6 +216,12 @@ def _model_state_obstacle(model: Any) -> str | None:
     if _has_row_adapters(model):
         return "PEFT adapters that differ between rows or tokens"
     return None
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    """Whether it was compiled by itself, or its forward was."""
+    forward = vars(module).get("forward")
+    return module._compiled_call_impl is not None or hasattr(forward, "_torchdynamo_orig_callable")
 
 
 def _training_obstacle(config: Any, in_training: Sequence[torch.nn.Module]) -> str | None:

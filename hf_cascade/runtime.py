@@ -261,12 +261,11 @@ class Call:
         self.columns: Columns | None = None
         self.step: DecodeStep | None = None  # where decode steps are compiled
         self.only_draws = False  # its loop takes logits to draw from them, and for nothing else
-        self.is_prefilled = False
+        self.is_prefilling = self.is_prefilled = False  # on stock
         self.is_handed_over = False  # the cache outlives the call
         self.prompt_tokens = 0
         self.prefill_tokens = 0
         self.decode_steps = 0
-        self.device = torch.device("cpu")
         self.prompt_shape: tuple[int, int] | None = None  # rows and columns, padding included
 
     def next(self) -> Call:
@@ -279,13 +278,20 @@ class Call:
         if self.cache is not None and not self.is_handed_over:
             self.cache.tree.clear()
 
-    def count_prompt(self, attention_mask: Tensor | None, rows: Tensor) -> None:
-        """Count what stock generate would forward; `rows` is [batch, length, ..]."""
+    def count_prompt(
+        self, attention_mask: Tensor | None, shape: tuple[int, int], known: int
+    ) -> None:
+        """Count what stock generate would forward.
+
+        Args:
+            attention_mask: [batch, length] or something else that says nothing here.
+            shape: rows and columns of the prompt batch.
+            known: columns whose KV the caller has passed in.
+        """
         if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-            self.prompt_tokens = int((attention_mask != 0).sum())
+            self.prompt_tokens = int((attention_mask[:, known:] != 0).sum())
         else:
-            self.prompt_tokens = rows.shape[0] * rows.shape[1]
-        self.device = rows.device
+            self.prompt_tokens = shape[0] * max(0, shape[1] - known)
 
     def draw(self) -> Draw | None:
         """What draws the tokens of the next step; None: torch's own softmax and multinomial."""
@@ -310,4 +316,4 @@ class Call:
     def _backend(self, cache: CascadeCache) -> str:
         k_pools = [k_pool for k_pool, _ in cache.pool.layers()]
         served_by = "kernels" if all(map(kernels.serve, k_pools)) else "torch"
-        return f"{served_by}/{self.device.type}"
+        return f"{served_by}/{k_pools[0].device.type}"

@@ -120,6 +120,14 @@ def wrap_forward(model):
     model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
 
 
+def compile_a_layer(model):
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend="eager")
+
+
+def compile_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+
+
 def train_a_part_with_checkpointing(model):
     model.gradient_checkpointing_enable()
     model.model.train()
@@ -203,7 +211,19 @@ CASES = {
         "padded prompts without position_ids", model=changed(wrap_forward)
     ),
     "a compiled model": Case(
-        "model.compile() was called", model=changed(lambda model: model.compile(disable=True))
+        "the model or a part of it was compiled",
+        model=changed(lambda model: model.compile(disable=True)),
+    ),
+    "a compiled layer": Case(
+        "the model or a part of it was compiled",
+        model=changed(lambda model: model.model.layers[1].compile(disable=True)),
+    ),
+    "a compiled module in a layer's place": Case(
+        "the model or a part of it was compiled", model=changed(compile_a_layer)
+    ),
+    "a compiled forward": Case(
+        "the model or a part of it was compiled", given(max_new_tokens=2),
+        changed(compile_forward), inputs=PROMPT,
     ),
     "gradient checkpointing": Case(
         "gradient checkpointing in training mode, which drops the cache",
@@ -418,6 +438,36 @@ def test_stock_prefill_in_chunks_is_no_decoding():
     with pytest.warns(CascadeFallbackWarning):
         run(model, **PROMPT, cache_implementation="static", prefill_chunk_size=3)
     assert model.cascade.stats.decode_steps == 7
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"prompt_lookup_num_tokens": 2},
+        {"assistant_model": new_model(seed=1)},
+        {"custom_generate": greedy_loop},
+        {"num_beams": 2, "use_cache": False},
+        {"max_new_tokens": 1, "use_cache": False},
+    ],
+    ids=lambda arguments: " ".join(arguments),
+)
+def test_whatever_loop_runs_its_prompt_and_its_steps_are_counted(arguments):
+    model = hf_cascade.patch(new_model())
+    counts = forwarded_tokens(model)
+    with pytest.warns(CascadeFallbackWarning):
+        run(model, **PROMPT, **arguments)
+    stats, rows = model.cascade.stats, arguments.get("num_beams", 1)
+    assert stats.prompt_tokens == stats.prefill_tokens == rows * len(DOCUMENT)
+    assert stats.decode_steps == len(counts) - 1
+
+
+def test_of_a_prompt_with_a_cache_what_is_new_counts():
+    model = hf_cascade.patch(new_model())
+    arguments = prefilled(model)  # all but three tokens
+    counts = forwarded_tokens(model)
+    with pytest.warns(CascadeFallbackWarning):
+        run(model, **PROMPT, **arguments)
+    assert model.cascade.stats.prompt_tokens == counts[0] == 3
 
 
 @pytest.mark.parametrize("strict", [False, True])
