@@ -77,14 +77,11 @@ def patch(
     )
     check_version()
     base = _base_model(model)
-    was_patched = isinstance(base, CascadeGenerate)
-    if was_patched:
+    if isinstance(base, CascadeGenerate):
         if base.cascade.options == options:
             return model
         unpatch(model)
     obstacles = model_obstacles(base, GenerationMixin)
-    if not was_patched and "generate" in vars(base):
-        obstacles.append("`generate` is overridden on the instance: patch it before that")
     if hasattr(base, "cascade"):
         obstacles.append("it has an attribute `cascade` of its own")
     if obstacles:
