@@ -253,10 +253,13 @@ def _has_rate(modules: Sequence[torch.nn.Module], word: str) -> bool:
 
 
 def _has_row_adapters(model: torch.nn.Module) -> bool:
-    """Whether PEFT has put hooks on layers that expect the rows of the batch as they were."""
+    """Whether PEFT has put hooks on layers that expect the rows of the batch as they were.
+
+    It tells layers by them which adapter or which task a row has, or where in it one begins.
+    """
     hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    names = {getattr(getattr(hook, "func", hook), "__name__", "") for hook in hooks}
-    return bool(names & {"_adapter_names_pre_forward_hook", "_alora_offsets_pre_forward_hook"})
+    modules = {getattr(getattr(hook, "func", hook), "__module__", None) or "" for hook in hooks}
+    return any(module.startswith("peft.") for module in modules)
 
 
 def _mask_obstacle(

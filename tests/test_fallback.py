@@ -32,7 +32,13 @@ from models import (
     run,
     tokens,
 )
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from peft import (
+    LoraConfig,
+    PolyConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+)
 from transformers import DynamicCache
 
 import hf_cascade
@@ -578,6 +584,20 @@ def test_an_adapter_activated_by_tokens_falls_back():
     expected = run(stock, **rows)
     with pytest.warns(CascadeFallbackWarning, match=OWN_ADAPTERS):
         assert_same(expected, run(model, **rows))
+
+
+@pytest.mark.filterwarnings("ignore::hf_cascade.CascadeFallbackWarning")
+def test_a_task_of_its_own_for_each_row_falls_back():
+    config = PolyConfig(
+        r=4, n_tasks=2, n_skills=2, target_modules=["q_proj"], init_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    stock, model = twins(config)
+    rows = batch(DOCUMENT, DOCUMENT)
+    for task_ids in (torch.tensor([0, 1]), torch.tensor([1, 1])):
+        expected = run(stock, **rows, task_ids=task_ids)
+        assert_same(expected, run(model, **rows, task_ids=task_ids))
+        assert model.get_base_model().cascade.stats.reason == OWN_ADAPTERS
 
 
 # Models spread by accelerate
