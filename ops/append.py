@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .checks import check_index, check_pools, check_rows
 from .library import define
+from .reads import once_a_step
 
 
 def append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
@@ -26,27 +29,36 @@ def append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tenso
 DROPPED_SLOT = -1
 
 
+class _Places(NamedTuple):
+    """Where new tokens go, and which of them go anywhere."""
+
+    page: Tensor
+    offset: Tensor
+    kept: Tensor | None  # None: all
+
+
 def _append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
     _check(k, v, k_pool, v_pool, slots)
-    page_size = k_pool.shape[2]
+    page, offset, kept = _find_places((k_pool.shape[0], k_pool.shape[2]), slots)
+    k_pool[page, :, offset] = k if kept is None else k[kept]
+    v_pool[page, :, offset] = v if kept is None else v[kept]
+
+
+@once_a_step
+def _find_places(sizes: tuple[int, int], slots: Tensor) -> _Places:
+    num_pages, page_size = sizes
+    drops = True  # perhaps: to ask a device would be to wait for it twice
     if slots.device.type == "cpu":
-        num_slots = k_pool.shape[0] * page_size
+        num_slots = num_pages * page_size
         lowest, highest = (int(x) for x in slots.aminmax()) if slots.numel() else (0, -1)
         if not (lowest >= DROPPED_SLOT and highest < num_slots):
             raise ValueError(
                 f"slots must be in [{DROPPED_SLOT}, {num_slots}), got {lowest} to {highest}"
             )
-        if lowest >= 0:  # nothing dropped: skip the selection below
-            return _write(k, v, k_pool, v_pool, slots.long())
-    kept = (slots != DROPPED_SLOT).nonzero().squeeze(1)
-    return _write(k[kept], v[kept], k_pool, v_pool, slots[kept].long())
-
-
-def _write(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    page_size = k_pool.shape[2]
-    page, offset = slots // page_size, slots % page_size
-    k_pool[page, :, offset] = k
-    v_pool[page, :, offset] = v
+        drops = lowest < 0
+    kept = (slots != DROPPED_SLOT).nonzero().squeeze(1) if drops else None
+    used = (slots if kept is None else slots[kept]).long()
+    return _Places(used // page_size, used % page_size, kept)
 
 
 def _append_kv_fake(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor
 from . import composed
 from .append import append_kv
 from .checks import (
+    check_index,
     check_leaves,
     check_nodes,
     check_queries,
@@ -35,7 +36,7 @@ from .checks import (
     check_rows,
 )
 from .library import define
-from .merge import merge_state
+from .reads import Sizes, prefix_reads, suffix_reads
 
 
 def prefix_attention(
@@ -187,20 +188,10 @@ def _prefix_attention(
     q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
     reader_indptr, readers, sm_scale,
 ):  # fmt: skip
-    _check_prefix(
-        q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot,
-        reader_indptr, readers,
-    )  # fmt: skip
-    return composed.prefix_attention(
-        q,
-        k_pool,
-        v_pool,
-        composed.read_offsets("q_indptr", q_indptr, q.shape[0]),
-        composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot),
-        composed.read_offsets("reader_indptr", reader_indptr, readers.shape[0]),
-        composed.read_ids("readers", readers, q_indptr.shape[0] - 1),
-        sm_scale,
-    )
+    sizes = _checked_sizes(q, k_pool, v_pool, q_indptr)
+    nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    reads = prefix_reads(sizes, *nodes, reader_indptr, readers)
+    return composed.prefix_attention(q, k_pool, v_pool, reads, sm_scale)
 
 
 def _prefix_attention_fake(
@@ -217,16 +208,9 @@ def _prefix_attention_fake(
 def _suffix_attention(
     q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves, sm_scale
 ):
-    _check_suffix(q, k_pool, v_pool, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves)
-    return composed.suffix_attention(
-        q,
-        k_pool,
-        v_pool,
-        composed.read_offsets("q_indptr", q_indptr, q.shape[0]),
-        composed.read_nodes(k_pool, kv_indptr, kv_indices, kv_len, first_slot),
-        composed.read_ids("leaves", leaves, kv_len.shape[0]),
-        sm_scale,
-    )
+    sizes = _checked_sizes(q, k_pool, v_pool, q_indptr)
+    reads = suffix_reads(sizes, q_indptr, kv_indptr, kv_indices, kv_len, first_slot, leaves)
+    return composed.suffix_attention(q, k_pool, v_pool, reads, sm_scale)
 
 
 def _suffix_attention_fake(
@@ -245,11 +229,10 @@ def _cascade_attention(
         q, k = (composed.rotate(x, cos, sin) for x in (q, k))
     append_kv(k, v, k_pool, v_pool, slots)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
-    suffix = _suffix_attention(q, k_pool, v_pool, *nodes, leaves, sm_scale)
-    if not readers.shape[0]:
-        return suffix
-    prefix = _prefix_attention(q, k_pool, v_pool, *nodes, reader_indptr, readers, sm_scale)
-    return merge_state(*prefix, *suffix)
+    sizes = _checked_sizes(q, k_pool, v_pool, q_indptr)
+    suffix = suffix_reads(sizes, *nodes, leaves)
+    prefix = prefix_reads(sizes, *nodes, reader_indptr, readers)
+    return composed.cascade_attention(q, k_pool, v_pool, prefix, suffix, sm_scale)
 
 
 def _cascade_attention_fake(
@@ -297,6 +280,13 @@ def _work_list_fake(
 
 def _state_like(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _checked_sizes(q, k_pool, v_pool, q_indptr):
+    """The other index arguments are checked against q_indptr, once a step (`reads.py`)."""
+    check_queries(q, k_pool, v_pool)
+    check_index("q_indptr", q_indptr, q)
+    return Sizes(q.shape[0], k_pool.shape[0], k_pool.shape[2])
 
 
 def _check_prefix(

@@ -66,15 +66,27 @@ def _merge_state(
     return out.to(out_a.dtype).contiguous(), lse.contiguous()
 
 
+def merge_nonempty(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> tuple[Tensor, Tensor]:
+    """What `merge_state` computes where neither state is empty, for who knows that."""
+    out = _weighted(out_a.float(), lse_a, out_b.float(), lse_b)
+    return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
+
+
 def _combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
-    # A weight for each, not one and its complement: merging commutes to the bit, and no
-    # difference of outs can overflow.
-    log_ratio = (lse_a - lse_b)[..., None]
-    out = torch.sigmoid(log_ratio) * out_a + torch.sigmoid(-log_ratio) * out_b
+    out = _weighted(out_a, lse_a, out_b, lse_b)
     # Selecting, where the arithmetic would give -0 + 0 or, between two empty states, NaN, keeps
     # the identity of merge bitwise.
     out = torch.where(_is_empty(lse_b), out_a, torch.where(_is_empty(lse_a), out_b, out))
     return out, torch.logaddexp(lse_a, lse_b)
+
+
+def _weighted(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+    # A weight for each, not one and its complement: merging commutes to the bit, and no
+    # difference of outs can overflow.
+    log_ratio = (lse_a - lse_b)[..., None]
+    return torch.sigmoid(log_ratio) * out_a + torch.sigmoid(-log_ratio) * out_b
 
 
 def _merge_state_fake(

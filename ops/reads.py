@@ -1,0 +1,239 @@
+"""Which rows of q read which tokens, found on the host once for all layers of a step.
+
+This is where the values of the index arguments (`cascade.py` describes them) are read and checked;
+`composed.py` computes what comes of it. All layers of a step pass the same tensors: what was found
+for the tensors of the last call is kept until one of them is another, or has changed.
+"""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from .checks import check_leaves, check_nodes, check_readers
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Tokens of nodes that are alike in length and in first slot."""
+
+    pages: slice | Tensor  # that the nodes fill, one node after the other
+    num_nodes: int
+    first_slot: int
+    kv_len: int
+
+    def of(self, pool: Tensor) -> Tensor:
+        """[num_nodes, num_kv_heads, kv_len, head_dim].
+
+        Copied, but where pages are consecutive in a pool whose memory runs [page, slot, head].
+        """
+        by_slot = pool.transpose(1, 2)  # [pages, page_size, num_kv_heads, head_dim]
+        if isinstance(self.pages, slice):
+            taken = by_slot[self.pages]
+        else:
+            taken = by_slot.index_select(0, self.pages)
+        tokens = taken.reshape(self.num_nodes, -1, *by_slot.shape[2:])
+        return tokens[:, self.first_slot : self.first_slot + self.kv_len].transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class Read:
+    """Rows of q and what they attend to."""
+
+    rows: slice | Tensor
+    tokens: Tokens
+    q_len: int  # rows that belong to each of the tokens' nodes
+    is_first: bool  # these rows have read nothing before
+
+    def is_of_all(self, num_tokens: int) -> bool:
+        """Whether these are all rows."""
+        return isinstance(self.rows, slice) and self.rows == slice(0, num_tokens)
+
+
+class Sizes(NamedTuple):
+    """What the values of the index arguments are checked against."""
+
+    num_tokens: int
+    num_pages: int
+    page_size: int
+
+
+class _Node(NamedTuple):
+    pages: tuple[int, ...]  # that it fills
+    first_slot: int
+    kv_len: int
+
+
+Found = TypeVar("Found")
+
+
+class _Last(threading.local):
+    sizes: tuple[int, ...] | None = None  # None: nothing is kept
+    tensors: tuple[Tensor, ...] = ()
+    versions: tuple[int, ...] = ()
+    found: object = None
+
+
+_version_of = operator.attrgetter("_version")
+
+
+def once_a_step(find: Callable[..., Found]) -> Callable[..., Found]:
+    """`find(sizes, *tensors)`, but nothing is found twice in a row for the same arguments."""
+    last = _Last()
+
+    @wraps(find)
+    def find_or_remember(sizes: tuple[int, ...], *tensors: Tensor) -> Found:
+        is_same = sizes == last.sizes and all(map(operator.is_, tensors, last.tensors))
+        if not (is_same and tuple(map(_version_of, tensors)) == last.versions):
+            last.sizes = None  # whatever happens, what is kept is of one call
+            last.found = find(sizes, *tensors)
+            last.tensors = tensors
+            if not any(tensor.is_inference() for tensor in tensors):  # whose changes nobody counts
+                last.sizes, last.versions = sizes, tuple(map(_version_of, tensors))
+        return last.found  # type: ignore[return-value]
+
+    return find_or_remember
+
+
+# ------------------------------------------------------------------ what the ops ask for
+
+
+@once_a_step
+def prefix_reads(
+    sizes: Sizes,
+    q_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    first_slot: Tensor,
+    reader_indptr: Tensor,
+    readers: Tensor,
+) -> list[Read]:
+    """One for each node with readers, in the order of the nodes: the rows of all its readers."""
+    check_nodes(q_indptr, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    check_readers(reader_indptr, readers, kv_len, q_indptr)
+    offsets = _offsets("q_indptr", q_indptr, sizes.num_tokens)
+    nodes = _nodes(sizes, kv_indptr, kv_indices, kv_len, first_slot)
+    bounds = _offsets("reader_indptr", reader_indptr, readers.shape[0])
+    sequences = _ids("readers", readers, len(offsets) - 1)
+    reads, started = [], set[int]()
+    for n, node in enumerate(nodes):
+        seqs = sequences[bounds[n] : bounds[n + 1]]
+        if seqs != sorted(set(seqs)):
+            raise ValueError(f"readers of node {n} must ascend, got {seqs}")
+        q_len = sum(offsets[seq + 1] - offsets[seq] for seq in seqs)
+        if not q_len or not node.kv_len:
+            continue
+        rows = _rows(offsets, seqs, q_indptr.device)
+        tokens = _tokens([node], kv_indices.device)
+        reads.append(Read(rows, tokens, q_len, started.isdisjoint(seqs)))
+        started.update(seqs)
+    return reads
+
+
+@once_a_step
+def suffix_reads(
+    sizes: Sizes,
+    q_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    first_slot: Tensor,
+    leaves: Tensor,
+) -> list[Read]:
+    """One for each batch of sequences that are alike in lengths: no padding, no masks."""
+    check_nodes(q_indptr, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    check_leaves(leaves, q_indptr, q_indptr)
+    offsets = _offsets("q_indptr", q_indptr, sizes.num_tokens)
+    nodes = _nodes(sizes, kv_indptr, kv_indices, kv_len, first_slot)
+    leaf_of = _ids("leaves", leaves, len(nodes))
+    alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
+    for seq, leaf in enumerate(leaf_of):
+        q_len, node = offsets[seq + 1] - offsets[seq], nodes[leaf]
+        if q_len and node.kv_len:
+            if q_len > node.kv_len:
+                raise ValueError(
+                    f"kv_len[{leaf}] must cover the {q_len} query tokens of sequence {seq}, "
+                    f"got {node.kv_len}"
+                )
+            alike[q_len, node.kv_len, node.first_slot].append(seq)
+    return [
+        Read(
+            _rows(offsets, seqs, q_indptr.device),
+            _tokens([nodes[leaf_of[seq]] for seq in seqs], kv_indices.device),
+            q_len,
+            True,
+        )
+        for (q_len, _, _), seqs in alike.items()
+    ]
+
+
+# ------------------------------------------------------------------ how it is found
+
+
+@once_a_step
+def _nodes(
+    sizes: Sizes, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, first_slot: Tensor
+) -> list[_Node]:
+    pages = kv_indices.tolist()
+    bounds = _offsets("kv_indptr", kv_indptr, len(pages))
+    nodes = []
+    for n, (length, slot) in enumerate(zip(kv_len.tolist(), first_slot.tolist(), strict=True)):
+        if not 0 <= slot < sizes.page_size:
+            raise ValueError(
+                f"first_slot[{n}] must be in [0, page_size={sizes.page_size}), got {slot}"
+            )
+        listed = pages[bounds[n] : bounds[n + 1]]
+        num_filled = -(-(slot + length) // sizes.page_size) if length else 0
+        if length < 0 or num_filled > len(listed):
+            raise ValueError(
+                f"kv_len[{n}] must fit the node's {len(listed)} pages of {sizes.page_size} slots "
+                f"from first_slot {slot}, got {length}"
+            )
+        filled = listed[:num_filled]
+        if filled and not 0 <= min(filled) <= max(filled) < sizes.num_pages:
+            raise ValueError(
+                f"kv_indices of node {n} must be in [0, num_pages={sizes.num_pages}), got {filled}"
+            )
+        nodes.append(_Node(tuple(filled), slot, length))
+    return nodes
+
+
+def _tokens(nodes: list[_Node], device: torch.device) -> Tokens:
+    pages = [page for node in nodes for page in node.pages]
+    is_run = all(page + 1 == following for page, following in pairwise(pages))
+    found = slice(pages[0], pages[-1] + 1) if is_run else torch.tensor(pages, device=device)
+    return Tokens(found, len(nodes), nodes[0].first_slot, nodes[0].kv_len)
+
+
+def _rows(offsets: list[int], seqs: list[int], device: torch.device) -> slice | Tensor:
+    if seqs == list(range(seqs[0], seqs[-1] + 1)):
+        return slice(offsets[seqs[0]], offsets[seqs[-1] + 1])
+    tokens = [t for seq in seqs for t in range(offsets[seq], offsets[seq + 1])]
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
+
+
+def _offsets(name: str, indptr: Tensor, total: int) -> list[int]:
+    """An indptr as host values, checked to divide at most `total` things."""
+    offsets = indptr.tolist()
+    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > total:
+        raise ValueError(f"{name} must rise from 0 to at most {total}, got {offsets}")
+    return offsets
+
+
+def _ids(name: str, ids: Tensor, count: int) -> list[int]:
+    """Ids of nodes or sequences as host values, checked to be below `count`."""
+    values = ids.tolist()
+    lowest, highest = min(values, default=0), max(values, default=-1)
+    if not (lowest >= 0 and highest < count):
+        raise ValueError(f"{name} must be in [0, {count}), got {lowest} to {highest}")
+    return values
