@@ -65,7 +65,8 @@ each_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 
 @each_architecture
 def test_parity_notices_a_lost_prefix(name, monkeypatch):
-    monkeypatch.setattr(hf_cascade.ops.cascade, "merge_state", lambda out, lse, *suffix: suffix)
+    for merge in ("merge_state", "merge_nonempty"):
+        monkeypatch.setattr(hf_cascade.ops.composed, merge, lambda out, lse, *suffix: suffix)
     with pytest.raises(AssertionError, match="tokens differ"):
         parity(new_model(name), **RAGGED, **SAMPLED)
 
