@@ -11,15 +11,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable
-from types import FunctionType
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import CompileConfig, GenerationMixin
-from transformers.generation import MaxLengthCriteria, StoppingCriteriaList
 
 from .attention import attention_switched, switch_back, switched_configs
 from .cache import CascadeCache
@@ -27,6 +24,7 @@ from .columns import GROWING, Columns
 from .draw import hand_on_logits, replacements
 from .errors import UnsupportedModelError
 from .gates import call_obstacle
+from .loops import Criteria, Stepping, stock_sample
 from .packing import pack_linears, unpack_linears
 from .prefill import packed_prefill, read_prompts
 from .runtime import Call, Cascade
@@ -231,9 +229,9 @@ class CascadeGenerate:
             rows = RowCloser(cache)
         # The stop check is ours where stock's would not wait either, and so are the draws of
         # compiled steps.
-        sample = _stock_sample(DeferredStopCheck=LateStopCheck, **replacements(call.draw))
+        sample = stock_sample(DeferredStopCheck=LateStopCheck, **replacements(call.draw))
         output = sample(
-            self, input_ids, logits_processor, _Criteria(stopping_criteria, rows),
+            self, input_ids, logits_processor, Criteria(stopping_criteria, rows),
             generation_config, *args, **kwargs,
         )  # fmt: skip
         self.cascade.end_run(output)
@@ -250,9 +248,9 @@ class CascadeGenerate:
         model: Any = self
         if call.cache is not None and call.cache.is_compileable:
             # Sampling asks for a compiled call, beam search calls the model: here, one that steps.
-            model = _Stepping(self, self.get_compiled_call(generation_config.compile_config))
+            model = Stepping(self, self.get_compiled_call(generation_config.compile_config))
         output = GenerationMixin._beam_search(
-            model, input_ids, logits_processor, _Criteria(stopping_criteria), generation_config,
+            model, input_ids, logits_processor, Criteria(stopping_criteria), generation_config,
             *args, **kwargs,
         )  # fmt: skip
         self.cascade.end_run(output)
@@ -310,59 +308,6 @@ class CascadeGenerate:
 def _new_patched(original: type) -> Any:
     patched: Any = cascade_class(original)
     return patched.__new__(patched)
-
-
-class _Stepping:
-    """The model as the decoding loop sees it, but called it runs the decode step."""
-
-    def __init__(self, model: Any, step: DecodeStep) -> None:
-        self._model, self._step = model, step
-
-    def __call__(self, **inputs: Any) -> Any:
-        return self._step(**inputs)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
-
-
-class _Criteria(StoppingCriteriaList):
-    """The call's stopping criteria, which also tell `rows` which ones are over.
-
-    The host knows when the length is reached: until then that criterion costs no launch.
-    """
-
-    def __init__(self, criteria: StoppingCriteriaList, rows: RowCloser | None = None) -> None:
-        super().__init__(criteria)
-        self._rows = rows
-        self._none: Tensor | None = None
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if self._none is None or self._none.shape[0] != input_ids.shape[0]:
-            self._none = input_ids.new_zeros(input_ids.shape[0], dtype=torch.bool)
-        over = self._none
-        for criterion in self:
-            if not _is_shorter(input_ids, criterion):
-                over = over | criterion(input_ids, scores, **kwargs)
-        if self._rows is not None:
-            self._rows.note(over)
-        return over
-
-
-def _is_shorter(input_ids: Tensor, criterion: Any) -> bool:
-    """Whether it is one of length, which has nothing to say yet."""
-    if type(criterion) is not MaxLengthCriteria:
-        return False
-    positions = criterion.max_position_embeddings  # beyond which it warns
-    lengths = (criterion.max_length, *(() if positions is None else (positions,)))
-    return input_ids.shape[1] < min(lengths)
-
-
-def _stock_sample(**instead: Any) -> Callable[..., Any]:
-    """The stock loop: the same code, which finds other things by some of its global names."""
-    stock = GenerationMixin._sample
-    return FunctionType(
-        stock.__code__, {**stock.__globals__, **instead}, "_sample", stock.__defaults__
-    )
 
 
 _SWITCHED = "_hf_cascade_switched_configs"  # in the state of a copy

@@ -34,7 +34,7 @@ from transformers.generation import (
 from transformers.generation.streamers import BaseStreamer
 
 import hf_cascade
-from hf_cascade import cache, compat, step_plan
+from hf_cascade import cache, loops, step_plan
 from hf_cascade.plan import build_layout
 from hf_cascade.runtime import Cascade
 from hf_cascade.step import CompiledForward
@@ -492,7 +492,7 @@ def test_criteria_say_what_stock_s_say() -> None:
         [EosTokenCriteria(2), AfterSeven(), MaxLengthCriteria(9)],
     ):
         stock = StoppingCriteriaList(criteria)
-        ours = compat._Criteria(stock)
+        ours = loops.Criteria(stock)
         assert ours.max_length == stock.max_length
         for batch in (3, 1, 3):
             for length in range(5, 11):
