@@ -88,7 +88,7 @@ def _attend_shared(
 ) -> tuple[Tensor, Tensor]:
     k, v = read.tokens.of(k_pool), read.tokens.of(v_pool)
     out, lse = _attend_all(q[None], k, v, sm_scale)
-    return out[0], lse[0]
+    return out[0].contiguous(), lse[0].contiguous()
 
 
 def _attend_leaves(
@@ -98,7 +98,7 @@ def _attend_leaves(
     num_tokens, *heads = q.shape
     by_node = q.reshape(num_tokens // read.q_len, read.q_len, *heads)
     out, lse = _attend_causal(by_node, k, v, sm_scale)
-    return out.reshape(q.shape), lse.reshape(q.shape[:-1])
+    return out.reshape(q.shape).contiguous(), lse.reshape(q.shape[:-1]).contiguous()
 
 
 def _empty_state(q: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -240,6 +240,16 @@ def run(name: str, tree: PagedTree, implementation: ModuleType = ops) -> State:
     return op(**(tree.before_append() if name == "cascade_attention" else tree).args(op))
 
 
+@over_trees
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("op", FLATTENED)
+def test_states_lie_as_compiled_code_expects_them(op, group_size, tree):
+    paged = build(replace(tree, group_size=group_size, num_kv_heads=3))
+    paged = paged.before_append() if op == "cascade_attention" else paged
+    function = getattr(ops, op)
+    assert all(each.is_contiguous() for each in function(**paged.args(function)))
+
+
 def assert_equals_sequences(tree: PagedTree, implementation: ModuleType = ops) -> None:
     """Every op gives every sequence the state that the oracle finds without a tree."""
     for name, flattened in FLATTENED.items():
