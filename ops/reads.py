@@ -80,6 +80,7 @@ class _Last(threading.local):
     sizes: tuple[int, ...] | None = None  # None: nothing is kept
     tensors: tuple[Tensor, ...] = ()
     versions: tuple[int, ...] = ()
+    stream: torch.cuda.Stream | None = None
     found: object = None
 
 
@@ -92,13 +93,24 @@ def once_a_step(find: Callable[..., Found]) -> Callable[..., Found]:
 
     @wraps(find)
     def find_or_remember(sizes: tuple[int, ...], *tensors: Tensor) -> Found:
-        is_same = sizes == last.sizes and all(map(operator.is_, tensors, last.tensors))
+        stream = None  # what is found on one is not to be relied on in another
+        if tensors[0].is_cuda:
+            # A CUDA graph would keep today's values for good. To read them anew fails, loudly.
+            if torch.cuda.is_current_stream_capturing():
+                return find(sizes, *tensors)
+            stream = torch.cuda.current_stream(tensors[0].device)
+        is_same = (
+            sizes == last.sizes
+            and stream == last.stream
+            and all(map(operator.is_, tensors, last.tensors))
+        )
         if not (is_same and tuple(map(_version_of, tensors)) == last.versions):
             last.sizes = None  # whatever happens, what is kept is of one call
             last.found = find(sizes, *tensors)
             last.tensors = tensors
             if not any(tensor.is_inference() for tensor in tensors):  # whose changes nobody counts
                 last.sizes, last.versions = sizes, tuple(map(_version_of, tensors))
+                last.stream = stream
         return last.found  # type: ignore[return-value]
 
     return find_or_remember

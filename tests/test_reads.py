@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -110,7 +111,7 @@ def test_threads_keep_their_own() -> None:
     class Index:
         """Stands for a tensor that is asked, after something was found, whether to keep it."""
 
-        _version = 0
+        _version, is_cuda = 0, False
 
         def is_inference(self) -> bool:
             both_have_found.wait(timeout=60)
@@ -120,3 +121,19 @@ def test_threads_keep_their_own() -> None:
     mine = [Index(), Index()]
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(find, [(), ()], mine)) == mine
+
+
+@pytest.mark.parametrize(
+    ("is_capturing", "stream", "times"), [(False, 1, 1), (True, 1, 2), (False, 2, 2)]
+)
+def test_nothing_is_remembered_for_a_cuda_graph_or_another_stream(
+    is_capturing: bool, stream: int, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index = SimpleNamespace(_version=0, is_cuda=True, device="cuda", is_inference=lambda: False)
+    calls: list[int] = []
+    find = once_a_step(lambda sizes, index: calls.append(1))
+    for capturing, current in ((False, 1), (is_capturing, stream)):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=capturing: now)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device, now=current: now)
+        find((), index)
+    assert len(calls) == times
