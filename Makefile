@@ -30,9 +30,10 @@ test-newest: test-newest-calls test-newest-steps
 
 test-newest-calls: $(NEWEST)/transformers-$(NEWEST_TRANSFORMERS).dist-info
 	PYTHONPATH=$(NEWEST) $(RUN) -m pytest tests/test_cli.py tests/test_cli_endings.py \
-	  tests/test_fallback.py tests/test_memory.py tests/test_parity.py tests/test_patch.py \
-	  tests/test_patch_threads.py tests/test_returned_cache.py tests/test_self_consistency.py \
-	  tests/test_sharing.py tests/test_supported_models.py
+	  tests/test_fallback.py tests/test_memory.py tests/test_own_generate.py \
+	  tests/test_parity.py tests/test_patch.py tests/test_patch_threads.py \
+	  tests/test_returned_cache.py tests/test_self_consistency.py tests/test_sharing.py \
+	  tests/test_supported_models.py
 
 test-newest-steps: $(NEWEST)/transformers-$(NEWEST_TRANSFORMERS).dist-info
 	PYTHONPATH=$(NEWEST) $(RUN) -m pytest tests/test_columns.py tests/test_compile.py \

@@ -12,7 +12,8 @@ reads in between.
 Of equal products, which `packing` leaves behind, one is kept.
 
 Where CUDA kernels serve, cascades over the same nodes also share one `work_list`, put before the
-first of them: all layers of a model do. And they rotate q and k themselves (`fuse_rope`).
+first of them: all layers of a model do. And they rotate q and k themselves (`fuse_rope`), and take
+q, k and v as columns of one product.
 """
 
 from __future__ import annotations

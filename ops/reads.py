@@ -131,10 +131,8 @@ def prefix_reads(
     readers: Tensor,
 ) -> list[Read]:
     """One for each node with readers, in the order of the nodes: the rows of all its readers."""
-    check_nodes(q_indptr, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    offsets, nodes = _tree(sizes, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     check_readers(reader_indptr, readers, kv_len, q_indptr)
-    offsets = _offsets("q_indptr", q_indptr, sizes.num_tokens)
-    nodes = _nodes(sizes, kv_indptr, kv_indices, kv_len, first_slot)
     bounds = _offsets("reader_indptr", reader_indptr, readers.shape[0])
     sequences = _ids("readers", readers, len(offsets) - 1)
     reads, started = [], set[int]()
@@ -163,10 +161,8 @@ def suffix_reads(
     leaves: Tensor,
 ) -> list[Read]:
     """One for each batch of sequences that are alike in lengths: no padding, no masks."""
-    check_nodes(q_indptr, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    offsets, nodes = _tree(sizes, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     check_leaves(leaves, q_indptr, q_indptr)
-    offsets = _offsets("q_indptr", q_indptr, sizes.num_tokens)
-    nodes = _nodes(sizes, kv_indptr, kv_indices, kv_len, first_slot)
     leaf_of = _ids("leaves", leaves, len(nodes))
     alike: defaultdict[tuple[int, int, int], list[int]] = defaultdict(list)
     for seq, leaf in enumerate(leaf_of):
@@ -193,9 +189,17 @@ def suffix_reads(
 
 
 @once_a_step
-def _nodes(
-    sizes: Sizes, kv_indptr: Tensor, kv_indices: Tensor, kv_len: Tensor, first_slot: Tensor
-) -> list[_Node]:
+def _tree(
+    sizes: Sizes,
+    q_indptr: Tensor,
+    kv_indptr: Tensor,
+    kv_indices: Tensor,
+    kv_len: Tensor,
+    first_slot: Tensor,
+) -> tuple[list[int], list[_Node]]:
+    """What prefixes and suffixes have in common: each sequence's rows of q, and the nodes."""
+    check_nodes(q_indptr, q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
+    offsets = _offsets("q_indptr", q_indptr, sizes.num_tokens)
     pages = kv_indices.tolist()
     bounds = _offsets("kv_indptr", kv_indptr, len(pages))
     nodes = []
@@ -217,7 +221,7 @@ def _nodes(
                 f"kv_indices of node {n} must be in [0, num_pages={sizes.num_pages}), got {filled}"
             )
         nodes.append(_Node(tuple(filled), slot, length))
-    return nodes
+    return offsets, nodes
 
 
 def _tokens(nodes: list[_Node], device: torch.device) -> Tokens:
