@@ -19,6 +19,8 @@ constexpr int kAttentionThreads = 32 * (kProducerWarp + 1);
 constexpr int kMatrixRegisters = 184;
 constexpr int kOtherRegisters = 136;  // 2 * 184 + 136 = 3 * 168: more would wait forever
 static_assert(kAttentionThreads == 384, "three warpgroups");
+constexpr int kRingBarrier = 1;    // named, 0 is __syncthreads': the ring's mbarriers are there
+constexpr int kMatrixBarrier = 2;  // nobody reads the ring any more
 constexpr int kBoxValues =
     64;  // the copy engine moves 128 bytes a row: as wide as a swizzled row can be
 constexpr int kMaxLeafBuffers = 4;  // of one leaf warp
@@ -99,17 +101,20 @@ struct Control {
 };
 
 constexpr int kItemWords = sizeof(Item) / sizeof(int32_t);
+constexpr int kHeaderWords = sizeof(WorkHeader) / sizeof(int32_t);
+static_assert(kItemWords + kHeaderWords <= 32, "a lane a word");
 
 // From L2: what was written while this kernel was about to start is not looked for in L1.
 __device__ __forceinline__ int32_t load_word(const Item* item, int word) {
   return __ldcg(reinterpret_cast<const int32_t*>(item) + word);
 }
 
-__device__ __forceinline__ WorkHeader load_header(const WorkHeader* header) {
-  static_assert(sizeof(WorkHeader) == 2 * sizeof(int4), "two loads");
-  const int4* halves = reinterpret_cast<const int4*>(header);
-  const int4 loaded[2] = {__ldcg(halves), __ldcg(halves + 1)};
-  return reinterpret_cast<const WorkHeader&>(loaded);
+// Of words that the warp's lanes hold, the header's after those of an item.
+__device__ __forceinline__ WorkHeader find_header(int32_t words) {
+  int32_t header[kHeaderWords];
+#pragma unroll
+  for (int i = 0; i < kHeaderWords; ++i) header[i] = __shfl_sync(~0u, words, kItemWords + i);
+  return reinterpret_cast<const WorkHeader&>(header);
 }
 
 static_assert(sizeof(Control) <= kControlBytes, "num_stages leaves no more");
@@ -161,6 +166,7 @@ struct AttentionParams {
   int num_stages;
   int group_size;
   int num_kv_heads;
+  int query_rows;  // of an item of matrix warps, at most
   int page_size_log2;
   float scale_log2;     // sm_scale * log2(e)
   uint32_t delay_seed;  // see forced_schedule.h; 0: no delays

@@ -232,6 +232,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   params.num_pages = static_cast<uint64_t>(k_pool.size(0));
   params.num_kv_heads = static_cast<int>(num_kv_heads);
   params.group_size = static_cast<int>(num_q_heads / num_kv_heads);
+  params.query_rows = tokens_per_tile(params.group_size) * params.group_size;
   params.page_size_log2 = log2_of(page_size);
   params.scale_log2 = static_cast<float>(sm_scale * 1.4426950408889634);
   const ElementType dtype =

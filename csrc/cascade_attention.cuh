@@ -16,8 +16,6 @@
 
 namespace hf_cascade {
 
-constexpr int kMatrixBarrier = 1;  // named; 0 is __syncthreads'
-
 // Matrix warps that do not become leaf warps when they are done.
 constexpr int kFirstSpareWarp = kMostLeafWarps - kLeafWarps;
 
@@ -40,44 +38,52 @@ __device__ void clear_unowned_rows(const AttentionParams& p) {
   }
 }
 
-// Each by a thread: one after the other they would take as long as a trip to L2.
-__device__ inline void init_barriers(Control& control) {
-  const int i = threadIdx.x;
-  if (i < kMostStages) {
-    ptx::barrier_init(&control.full[i], 33);
-    ptx::barrier_init(&control.empty[i], kMatrixWarps);
+// One lane for all: lanes with a barrier each take turns, and in a loop.
+__device__ inline void init_ring(Control& control) {
+  if (ptx::elect_lane()) {
+#pragma unroll
+    for (int i = 0; i < kMostStages; ++i) {
+      ptx::barrier_init(&control.full[i], 33);
+      ptx::barrier_init(&control.empty[i], kMatrixWarps);
+    }
+    ptx::barrier_init(&control.queries_empty, kMatrixWarps);
+    for (uint64_t& barrier : control.targets_empty) ptx::barrier_init(&barrier, kMatrixWarps);
+    ptx::fence_async_proxy();  // the copy engine completes phases of these
   }
-  if (i == 0) ptx::barrier_init(&control.queries_empty, kMatrixWarps);
-  if (i < 2) ptx::barrier_init(&control.targets_empty[i], kMatrixWarps);
-  if (i < kMostLeafWarps * kMaxLeafBuffers) {
-    LeafRing& ring = control.leaf_rings[i / kMaxLeafBuffers];
-    ptx::barrier_init(&ring.full[i % kMaxLeafBuffers], kLeafArrivals);
-  }
-  if (i < 32) ptx::fence_async_proxy();  // the copy engine completes phases of these
+  __syncwarp();
 }
-static_assert(kMostLeafWarps * kMaxLeafBuffers <= 32 && kMostStages <= 32, "the first warp's");
 
-__device__ inline void prefetch_maps(const AttentionParams& params) {
+__device__ inline void prefetch_maps(const AttentionParams& params, int warp) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  if (threadIdx.x == 32) ptx::prefetch_map(&params.k_map);
-  if (threadIdx.x == 64) ptx::prefetch_map(&params.v_map);
-  if (threadIdx.x == 96) ptx::prefetch_map(&params.leaf_k_map);
-  if (threadIdx.x == 128) ptx::prefetch_map(&params.leaf_v_map);
-  if (threadIdx.x == 160 && params.has_q_map) ptx::prefetch_map(&params.q_map);
+  if (!ptx::elect_lane()) return;
+  if (warp == 3) ptx::prefetch_map(&params.k_map);
+  if (warp == 4) ptx::prefetch_map(&params.v_map);
+  if (warp == 5) ptx::prefetch_map(&params.leaf_k_map);
+  if (warp == 6) ptx::prefetch_map(&params.leaf_v_map);
+  if (warp == 7 && params.has_q_map) ptx::prefetch_map(&params.q_map);
 #endif
 }
 
-// The item that a warp will take first, if it is one that takes items and there are so many: a lane
-// a word. Where it lies needs no header, so both are under way together.
+// What a warp needs to begin, in one load: the item that it takes first, if it is one that takes
+// items and there are so many, a lane a word, and in the lanes after those the header. Where the
+// item lies needs no header. (Two loads, of which one is the same for all lanes, ptxas makes two
+// trips to memory of: it waits for that one before it sends for the other.)
 template <typename Traits>
-__device__ int32_t load_first_item(const AttentionParams& p, int warp) {
-  const int lane = threadIdx.x % 32;
-  const bool is_producer = warp == kProducerWarp;
-  const int place = LeafWarps<Traits>::place_of(warp);
-  if (!is_producer && place >= kMostLeafWarps) return 0;
-  const int i = is_producer ? static_cast<int>(blockIdx.x) : LeafWarp<Traits>::first_ticket(place);
-  if (i >= p.work.most_items || lane >= kItemWords) return 0;
-  return load_word(is_producer ? p.work.shared_item(i) : p.work.leaf_item(i), lane);
+__device__ int32_t load_first_words(const AttentionParams& p, int warp) {
+  const int lane = threadIdx.x % 32, place = LeafWarps<Traits>::place_of(warp);
+  const int32_t* word = nullptr;
+  if (lane < kItemWords) {
+    const bool is_producer = warp == kProducerWarp;
+    const int i =
+        is_producer ? static_cast<int>(blockIdx.x) : LeafWarp<Traits>::first_ticket(place);
+    if ((is_producer || place < kMostLeafWarps) && i < p.work.most_items) {
+      const Item* item = is_producer ? p.work.shared_item(i) : p.work.leaf_item(i);
+      word = reinterpret_cast<const int32_t*>(item) + lane;
+    }
+  } else if (lane < kItemWords + kHeaderWords) {
+    word = reinterpret_cast<const int32_t*>(p.work.header) + lane - kItemWords;
+  }
+  return word ? __ldcg(word) : 0;
 }
 
 template <typename Traits>
@@ -86,18 +92,25 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   extern __shared__ __align__(1024) unsigned char memory[];
   const SharedMemory<Traits> shared{memory, params.num_stages};
   if (!params.may_start_early) ptx::wait_for_previous_kernel();
-  // Their latency passes beside what follows.
-  const WorkHeader header = load_header(params.work.header);
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
-  const int32_t first_words = load_first_item<Traits>(params, warp);
-  init_barriers(shared.control());
-  prefetch_maps(params);
-  __syncthreads();
+  const int32_t first_words = load_first_words<Traits>(params, warp);
 
+  // What needs none of it passes its latency. Leaf warps and the producer wait for nobody.
+  const int place = LeafWarps<Traits>::place_of(warp);
+  if (warp == kProducerWarp) {
+    init_ring(shared.control());
+    ptx::named_barrier_arrive(kRingBarrier, kMatrixThreads + 32);
+  } else if (place < kMostLeafWarps) {
+    init_leaf_ring(shared.control().leaf_rings[place]);
+  } else {
+    prefetch_maps(params, warp);
+  }
+  if (warp < kMatrixWarps) ptx::named_barrier_sync(kRingBarrier, kMatrixThreads + 32);
+
+  const WorkHeader header = find_header(first_words);
   // The host can tell a foreign list by its size alone. Its rows would not fit our tables.
   if (header.shape != launch_shape(Traits::kHeadDim, params.group_size)) __trap();
 
-  const LeafWarps<Traits> leaf_warps(params, shared, header);
   if (warp < kMatrixWarps) {
     ptx::take_registers<kMatrixRegisters>();
     if (header.num_shared_items > 0) {
@@ -115,7 +128,7 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
       return;
     }
   }
-  leaf_warps.run(warp, first_words);
+  LeafWarps<Traits>(params, shared, header).run(warp, first_words);
 }
 
 }  // namespace hf_cascade

@@ -13,6 +13,7 @@
 #include <cstddef>
 
 #include "leaf_rows.cuh"
+#include "page_window.cuh"
 #include "target_row.cuh"
 
 namespace hf_cascade {
@@ -23,6 +24,16 @@ constexpr int kLeafArrivals = 1;
 #else
 constexpr int kLeafArrivals = 32;
 #endif
+
+// By the warp that it will be of.
+__device__ inline void init_leaf_ring(LeafRing& ring) {
+  if (ptx::elect_lane()) {
+#pragma unroll
+    for (uint64_t& barrier : ring.full) ptx::barrier_init(&barrier, kLeafArrivals);
+    ptx::fence_async_proxy();  // the copy engine completes phases of these
+  }
+  __syncwarp();
+}
 
 template <typename Traits>
 class LeafWarp {
@@ -63,7 +74,7 @@ class LeafWarp {
 
   // All items, then.
   __device__ void run() {
-    pages_ahead_ = load_pages(words_, 0);
+    window_.send_for(run_of(words_));
     for (;;) {
       while (num_fetched_ < num_buffers_ && fetch_tile()) {
       }
@@ -100,7 +111,7 @@ class LeafWarp {
   }
 
   __device__ void draw_ticket() {
-    if (lane_ == 0 && first_drawn_ < num_items_) drawn_ = atomicAdd(p_.ticket + 1, 1);
+    if (lane_ == 0 && first_drawn_ < num_items_) drawn_ = ptx::count_up(p_.ticket + 1);
     is_drawn_ = true;
   }
 
@@ -130,14 +141,10 @@ class LeafWarp {
     return __shfl_sync(~0u, words, static_cast<int>(offset / sizeof(int32_t)));
   }
 
-  // The pages of blocks [first, first + 32) of the item, a lane a block of 16 tokens.
-  __device__ int32_t load_pages(int32_t words, int first) const {
-    const int begin_slot = word(words, offsetof(Item, begin_slot));
-    const int end_slot = word(words, offsetof(Item, end_slot));
-    const int pages = word(words, offsetof(Item, pages));
-    const int slot = align_slot(begin_slot) + (first + lane_) * kBoxTokens;
-    if (slot >= end_slot) return 0;
-    return __ldcg(p_.tree.kv_indices + pages + (slot >> p_.page_size_log2));
+  __device__ PageWindow::Run run_of(int32_t words) const {
+    return {p_.tree.kv_indices + word(words, offsetof(Item, pages)),
+            align_slot(word(words, offsetof(Item, begin_slot))),
+            word(words, offsetof(Item, end_slot)), p_.page_size_log2};
   }
 
   __device__ void take_next_item() {
@@ -145,13 +152,13 @@ class LeafWarp {
     wait_if_early();
     become_next_item();
     delay(p_, ~ticket_);
-    if (ticket_ < num_items_) pages_ahead_ = load_pages(words_, 0);
+    if (ticket_ < num_items_) window_.send_for(run_of(words_));
   }
 
   __device__ void begin_item() {
     begin_slot_ = word(words_, offsetof(Item, begin_slot));
     end_slot_ = word(words_, offsetof(Item, end_slot));
-    pages_ = word(words_, offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t));
+    window_.open(word(words_, offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t)));
     start_ = align_slot(begin_slot_);
     block_ = 0;
     is_short_ = start_ + 2 * kLeafTokens >= end_slot_;
@@ -167,14 +174,7 @@ class LeafWarp {
       begin_item();
       is_item_open_ = true;
     }
-    // The first ones the item knows. Not before they are needed, for then others are waited for.
-    if (block_ == kItemPages || (block_ > 0 && block_ % 32 == 0)) {
-      pages_ = pages_ahead_;
-      const int ahead = block_ / 32 * 32 + 32;
-      if (align_slot(begin_slot_) + ahead * kBoxTokens < end_slot_) {
-        pages_ahead_ = load_pages(words_, ahead);
-      }
-    }
+    window_.move_to(block_, kItemPages, [&] { return run_of(words_); });
     const int next_start = start_ + kLeafTokens;
     const bool is_last = next_start >= end_slot_;
     if (is_last && word(words_, offsetof(Item, grows))) wait_if_early();
@@ -204,7 +204,7 @@ class LeafWarp {
     int page[kBlocks], slot[kBlocks];
 #pragma unroll
     for (int c = 0; c < kBlocks; ++c) {
-      page[c] = __shfl_sync(~0u, pages_, (block_ + c) % 32);
+      page[c] = window_.page_of(block_ + c);
       slot[c] = (start_ + c * kBoxTokens) & ((1 << p_.page_size_log2) - 1);
     }
     const int blocks = ceil_div(tile.end, kBoxTokens);  // 0: nothing to see
@@ -235,7 +235,7 @@ class LeafWarp {
     const char* v_pool = static_cast<const char*>(p_.v_pool);
 #pragma unroll
     for (int c = 0; c < LeafRows<Traits>::kBlocks; ++c) {
-      const int page = __shfl_sync(~0u, pages_, (block_ + c) % 32);
+      const int page = window_.page_of(block_ + c);
       const int slot = (start_ + c * kBoxTokens) & ((1 << p_.page_size_log2) - 1);
       const int64_t first_row =
           ((int64_t{page} * p_.num_kv_heads + tile.head) << p_.page_size_log2) + slot;
@@ -328,10 +328,9 @@ class LeafWarp {
   // The item whose tiles are being fetched.
   bool is_item_open_ = false;
   int begin_slot_ = 0, end_slot_ = 0;
-  int start_ = 0;                      // slot of the next tile
-  int block_ = 0;                      // of 16 tokens, that starts there
-  int32_t pages_ = 0;                  // of the first 4 blocks, then of 32 at a time
-  int32_t pages_ahead_ = 0;            // of those that come next
+  int start_ = 0;  // slot of the next tile
+  int block_ = 0;  // of 16 tokens, that starts there
+  PageWindow window_;
   int fetch_buffer_ = 0, buffer_ = 0;  // the next to fill, the next to compute on
   int num_fetched_ = 0;
   uint32_t phases_ = 0;  // bit s: the parity to wait for at buffer s

@@ -6,6 +6,8 @@
 //   Owns     the CTA's tickets for shared items, the item being sent, two target tables.
 #pragma once
 
+#include <cstddef>
+
 #include "tile_loader.cuh"
 
 namespace hf_cascade {
@@ -25,6 +27,7 @@ class Producer : TileLoader<Traits> {
     num_stages_ = shared_.num_ring_stages(header);
     const bool is_still = is_decode_ && header.shared_are_still;
     next_ = first_words;
+    if (is_still && next_ticket_ < num_items_) load_first_tile();
     while (next_ticket_ < num_items_) {
       if (!is_still) wait_if_early();
       const int ticket = take_item();
@@ -77,7 +80,7 @@ class Producer : TileLoader<Traits> {
   }
 
   __device__ void draw_ticket() {
-    if (lane_ == 0) drawn_ = atomicAdd(p_.ticket, 1);
+    if (lane_ == 0) drawn_ = ptx::count_up(p_.ticket);
   }
 
   // A lane a word of the item.
@@ -90,6 +93,10 @@ class Producer : TileLoader<Traits> {
   __device__ void take_node(const Item& item) {
     begin_item(item.head, item.num_tokens * p_.group_size, item.first_token);
     set_segment(item);
+  }
+
+  // Of a decoding launch's item, once its first K and V are sent for.
+  __device__ void find_tokens(const Item& item) {
     for (int i = 0; i < kTokensPerLane; ++i) {
       const int t = lane_ + 32 * i;
       targets_[i] = item.target;
@@ -105,7 +112,8 @@ class Producer : TileLoader<Traits> {
     num_segments_ = 1;
     segment_ = {item.pages, item.begin_slot, item.end_slot, false, 0};
     static_assert(Traits::kBlocks <= kItemPages, "an item knows the pages of its first tile");
-    first_page_ = item.first_pages[lane_ % Traits::kBlocks];
+    window_.send_for(run_of(segment_));
+    window_.open(item.first_pages[lane_ % kItemPages]);
   }
 
   // Several query tokens a sequence (prefill): a tile of them walks its whole path, the prefix
@@ -162,6 +170,11 @@ class Producer : TileLoader<Traits> {
     return {p_.tree.kv_indptr[node], first_slot, first_slot + end, false, 0};
   }
 
+  __device__ PageWindow::Run run_of(const Segment& segment) const {
+    return {p_.tree.kv_indices + segment.pages, align_slot(segment.begin), segment.end,
+            p_.page_size_log2};
+  }
+
   __device__ void begin_item(int head, int num_rows, int first_token) {
     item_ = {};
     item_.flags = Tile::kFirst;
@@ -174,6 +187,22 @@ class Producer : TileLoader<Traits> {
 
   // ------------------------------------------------------------------ tiles
 
+  // K and V of the CTA's first tile, before the rest of its item is looked at. (Not more of them:
+  // the copy engine would bring q after all that it has been sent for by then.)
+  __device__ void load_first_tile() {
+    const auto word = [&](size_t offset) {
+      return __shfl_sync(~0u, next_, static_cast<int>(offset / sizeof(int32_t)));
+    };
+    const int begin = word(offsetof(Item, begin_slot)), start = align_slot(begin);
+    Tile tile = {};
+    tile.head = word(offsetof(Item, head));
+    tile.begin = begin - start;
+    tile.end = min(Traits::kKvTile, word(offsetof(Item, end_slot)) - start);
+    window_.open(word(offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t)));
+    load_keys_and_values(tile, start, 0);
+    is_first_loaded_ = true;
+  }
+
   // All tiles of the item, at least one: an item with nothing to see gets an empty tile.
   __device__ void stream() {
     for (int i = 0; i < num_segments_; ++i) {
@@ -182,8 +211,9 @@ class Producer : TileLoader<Traits> {
         const int node = p_.work.path[path_begin_ + i];
         segment = segment_of(node, p_.tree.kv_len[node]);
       }
-      const int32_t* pages = p_.tree.kv_indices + segment.pages;
-      int start = align_slot(segment.begin);
+      const PageWindow::Run run = run_of(segment);
+      if (!is_decode_) window_.send_for(run);
+      int start = run.start;
       do {
         Tile tile = item_;
         tile.begin = max(0, segment.begin - start);
@@ -195,16 +225,22 @@ class Producer : TileLoader<Traits> {
         if (--remaining_ == 0) tile.flags |= Tile::kLast;
         const int seen_by_all = segment.is_causal ? min(segment.seen, segment.end) : segment.end;
         tile.num_whole = max(0, min(remaining_ - 1, (seen_by_all - start) / Traits::kKvTile - 1));
-        send(tile, pages, start);
+        const int block = (start - run.start) / kBoxTokens;
+        window_.move_to(block, is_decode_ ? kItemPages : 0, [&] { return run; });
+        send(tile, start, block);
         item_.flags &= ~Tile::kFirst;
         start += Traits::kKvTile;
       } while (start < segment.end);
     }
   }
 
-  __device__ void send(const Tile& tile, const int32_t* pages, int start) {
-    load_keys_and_values(tile, pages, start);
-    if (tile.flags & Tile::kFirst) send_queries(tile);
+  __device__ void send(const Tile& tile, int start, int block) {
+    if (!is_first_loaded_) load_keys_and_values(tile, start, block);
+    is_first_loaded_ = false;
+    if (tile.flags & Tile::kFirst) {
+      if (is_decode_) find_tokens(control_.item);
+      send_queries(tile);
+    }
     if (tile.flags & Tile::kLast) store_targets();
     hand_over(tile);
   }
@@ -234,7 +270,6 @@ class Producer : TileLoader<Traits> {
   }
 
   using Base::control_;
-  using Base::first_page_;
   using Base::hand_over;
   using Base::is_decode_;
   using Base::lane_;
@@ -244,12 +279,14 @@ class Producer : TileLoader<Traits> {
   using Base::p_;
   using Base::shared_;
   using Base::wait_for_stage;
+  using Base::window_;
 
   Tile item_ = {};        // the current item, as its next tile starts out
   Segment segment_ = {};  // the item's only one or, not decoding, its last: the leaf
   int num_segments_ = 0;
   int path_begin_ = 0, path_length_ = 0;  // not decoding: the segments before it
   int remaining_ = 0;                     // tiles of the item that are still to be sent
+  bool is_first_loaded_ = false;          // K and V of the next tile have been sent for
   bool is_early_ = false;                 // the kernel before us may still run
   int num_items_ = 0;
   int first_token_ = 0;  // the item's, as Item has it

@@ -165,9 +165,25 @@ __device__ __forceinline__ void store_zeros_16(uint32_t target) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(target), "r"(0) : "memory");
 }
 
+// Adds 1 and returns what was there, to be looked at later. Of an addition by one lane ptxas makes
+// one for the warp, and waits for it at once to tell all lanes; not so of this instruction.
+__device__ __forceinline__ int32_t count_up(int32_t* counter) {
+  int32_t before;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], 0x7fffffff;"
+               : "=r"(before)
+               : "l"(__cvta_generic_to_global(counter))
+               : "memory");
+  return before;
+}
+
 // A barrier among `num_threads` threads of the CTA, by number; 0 is __syncthreads'.
 __device__ __forceinline__ void named_barrier_sync(int number, int num_threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
+}
+
+// For those who wait for nobody there.
+__device__ __forceinline__ void named_barrier_arrive(int number, int num_threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(num_threads) : "memory");
 }
 
 // Four 8 x 8 matrices of 16-bit values; lane i gives the address of row i % 8 of matrix i / 8.

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "attention_traits.cuh"
+#include "page_window.cuh"
 #include "ptx.cuh"
 
 namespace hf_cascade {
@@ -18,12 +19,11 @@ class TileLoader {
       : p_(params), shared_(shared), control_(shared.control()), lane_(threadIdx.x % 32) {}
 
  protected:
-  // K and V of a tile, whose row 0 is the node's slot `start`, to the stage that is next.
-  __device__ void load_keys_and_values(const Tile& tile, const int32_t* pages, int start) {
-    // Its latency passes while we wait for the stage.
-    const Source source = find_source(tile, pages, start);
+  // K and V of a tile, whose row 0 is the node's slot `start`, the first of the window's `block`,
+  // to the stage that is next.
+  __device__ void load_keys_and_values(const Tile& tile, int start, int block) {
     wait_for_stage();
-    load_tile(tile, source);
+    load_tile(tile, start, block);
   }
 
   // The item's q, with its first tile. Its tokens are rows of q from first_token on or, where that
@@ -37,35 +37,24 @@ class TileLoader {
     }
 #endif
     load_query_rows(tile, first_token);
+    has_query_rows_ = true;
   }
 
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  // The copy engine: a lane a box of 16 tokens and 64 values. Rows outside the item's tokens hold
-  // whatever is near; the matrix warps mask K and clear V (`clear_rows`).
-  struct Source {
-    int page, slot;  // of the lane's box
-  };
-
-  __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
-    const int token = lane_ % Traits::kBlocks * kBoxTokens;
-    if (token >= tile.end) return {-1, 0};
-    const int slot = start + token;
-    const bool is_known = is_decode_ && tile.flags & Tile::kFirst;
-    return {is_known ? first_page_ : __ldcg(pages + (slot >> p_.page_size_log2)),
-            slot & ((1 << p_.page_size_log2) - 1)};
-  }
-
+  // The copy engine. Rows outside the item's tokens hold whatever is near; the matrix warps mask K
+  // and clear V (`clear_rows`).
+  //
   // One lane issues all copies, unrolled: spread over lanes they cost 95 clocks each, for the
   // instruction takes its operands from the warp's uniform registers, one lane after the other.
-  __device__ void load_tile(const Tile& tile, const Source& source) {
+  __device__ void load_tile(const Tile& tile, int start, int block) {
     constexpr int kBoxes = Traits::kBlocks, kBoxBytes = kBoxTokens * 128;
     uint64_t* full = &control_.full[stage_];
     const uint32_t k = shared_.k(stage_), v = shared_.v(stage_);
     int page[kBoxes], slot[kBoxes];
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box) {
-      page[box] = __shfl_sync(~0u, source.page, box);
-      slot[box] = __shfl_sync(~0u, source.slot, box);
+      page[box] = window_.page_of(block + box);
+      slot[box] = (start + box * kBoxTokens) & ((1 << p_.page_size_log2) - 1);
     }
     const int boxes = ceil_div(tile.end, kBoxTokens);
     if (ptx::elect_lane()) {
@@ -90,11 +79,11 @@ class TileLoader {
   // have.
   __device__ void load_query_box(int head, int first_token) {
     constexpr int kPanelBytes = kRowsPerTile * 128;
-    const int rows = tokens_per_tile(p_.group_size) * p_.group_size;
     uint64_t* full = &control_.full[stage_];
+    if (has_query_rows_) ptx::fence_async_proxy();  // from the copy engine's writes
+    has_query_rows_ = false;
     if (ptx::elect_lane()) {
-      ptx::barrier_expect_bytes(full, rows * Traits::kPanels * 128);
-      ptx::fence_async_proxy();  // the item before's may have come by load_query_rows
+      ptx::barrier_expect_bytes(full, p_.query_rows * Traits::kPanels * 128);
 #pragma unroll
       for (int panel = 0; panel < Traits::kPanels; ++panel) {
         ptx::copy_box(shared_.q() + panel * kPanelBytes, &p_.q_map, full, panel * kBoxValues,
@@ -106,29 +95,19 @@ class TileLoader {
 #else
   // 16 bytes a lane and copy. Rows outside the item's tokens are zeros, so that 0 * V is 0 whatever
   // the pool holds there.
-  static constexpr int kRowsPerLane = Traits::kKvTile / 32;
-
-  struct Source {
-    uint32_t row_chunk[kRowsPerLane];  // where the lane's rows begin, in 16-byte chunks
-    uint32_t exists;                   // bit j: the lane's row j is a token of the item
-  };
-
-  __device__ Source find_source(const Tile& tile, const int32_t* pages, int start) const {
-    Source source = {};
+  __device__ void load_tile(const Tile& tile, int start, int block) {
+    // Where the lane's rows begin, in 16-byte chunks, and whether they are tokens of the item.
+    constexpr int kRowsPerLane = Traits::kKvTile / 32;
+    uint32_t row_chunk[kRowsPerLane], exists = 0;
 #pragma unroll
     for (int j = 0; j < kRowsPerLane; ++j) {
-      const int token = lane_ + 32 * j, slot = start + token;
-      if (token < tile.begin || token >= tile.end) continue;
-      const uint32_t page = pages[slot >> p_.page_size_log2];
+      const int token = lane_ + 32 * j;
+      const uint32_t page = window_.page_of(block + token / kBoxTokens);
       const uint32_t pool_row = ((page * p_.num_kv_heads + tile.head) << p_.page_size_log2) +
-                                (slot & ((1 << p_.page_size_log2) - 1));
-      source.row_chunk[j] = pool_row * Traits::kRowChunks;
-      source.exists |= 1u << j;
+                                ((start + token) & ((1 << p_.page_size_log2) - 1));
+      row_chunk[j] = pool_row * Traits::kRowChunks;
+      exists |= uint32_t{token >= tile.begin && token < tile.end} << j;
     }
-    return source;
-  }
-
-  __device__ void load_tile(const Tile& tile, const Source& source) {
     const char* k_pool = static_cast<const char*>(p_.k_pool);
     const char* v_pool = static_cast<const char*>(p_.v_pool);
     const uint32_t k = shared_.k(stage_), v = shared_.v(stage_);
@@ -138,13 +117,13 @@ class TileLoader {
       const int chunk = (32 * i + lane_) % Traits::kRowChunks;
       // 32 rows are a whole number of rounds, so a round's rows all belong to one register.
       const uint32_t begin =
-          __shfl_sync(~0u, source.row_chunk[32 * i / Traits::kRowChunks / 32], row % 32);
-      const bool exists =
-          __shfl_sync(~0u, source.exists, row % 32) >> (32 * i / Traits::kRowChunks / 32) & 1;
+          __shfl_sync(~0u, row_chunk[32 * i / Traits::kRowChunks / 32], row % 32);
+      const bool row_exists =
+          __shfl_sync(~0u, exists, row % 32) >> (32 * i / Traits::kRowChunks / 32) & 1;
       const int64_t offset = (int64_t{begin} + chunk) * 16;
       const uint32_t place = swizzled<Traits::kKvTile>(0, row, chunk);
-      ptx::copy_async_16(k + place, k_pool + offset, exists);
-      ptx::copy_async_16(v + place, v_pool + offset, exists);
+      ptx::copy_async_16(k + place, k_pool + offset, row_exists);
+      ptx::copy_async_16(v + place, v_pool + offset, row_exists);
     }
   }
 #endif
@@ -196,8 +175,9 @@ class TileLoader {
   Control& control_;
   const int lane_;
   bool is_decode_ = false;
-  int first_page_ = 0;  // decoding: of box lane % kBlocks of an item's first tile
-  int num_stages_ = 0;  // of the ring
+  PageWindow window_;
+  bool has_query_rows_ = false;  // q's place holds what load_query_rows wrote
+  int num_stages_ = 0;           // of the ring
   int stage_ = 0;
   uint32_t phase_ = 0;
   uint32_t query_phase_ = 0;  // of queries_empty, the one that the current item's q begins in

@@ -132,7 +132,8 @@ def cascade_attention(
         cos, sin: [num_tokens, rotary_dim], typed like q or float32. With them q and k come before
             RoPE, as many tokens of one as of the other, and the first rotary_dim values x of each
             head become x cos + rotate_half(x) sin, where rotate_half makes (-b, a) of their halves
-            (a, b): in float32, rounded once to q's dtype. The other values stay.
+            (a, b), with the bits of torch's operators in these dtypes, then cast to q's. The other
+            values stay.
     Returns:
         (out, lse) of each query token over its whole path.
     """

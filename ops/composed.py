@@ -15,17 +15,15 @@ from .reads import Read
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE of the first rotary_dim values of each head, in float32, rounded once to x's dtype.
+    """RoPE of the first rotary_dim values of each head, as transformers computes it.
 
     Args:
         x: [num_tokens, num_heads, head_dim].
         cos, sin: [num_tokens, rotary_dim].
     """
     rotary_dim = cos.shape[1]
-    wide = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = (angles.to(wide)[:, None] for angles in (cos, sin))
+    cos, sin = cos[:, None], sin[:, None]
     turning, passed = x.split([rotary_dim, x.shape[2] - rotary_dim], -1)
-    turning = turning.to(wide)
     first, second = turning.chunk(2, -1)
     rotated = turning * cos + torch.cat([-second, first], -1) * sin
     return torch.cat([rotated.to(x.dtype), passed], -1)

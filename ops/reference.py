@@ -126,8 +126,8 @@ def cascade_attention(
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """RoPE: each pair (a, b), of a first and a second half, turns by its angle."""
     half, rotated = cos.shape[1] // 2, x.clone()
-    cos, sin = cos.float()[:, None], sin.float()[:, None]
-    a, b = x[..., :half].float(), x[..., half : 2 * half].float()
+    cos, sin = cos[:, None], sin[:, None]
+    a, b = x[..., :half], x[..., half : 2 * half]
     rotated[..., :half] = a * cos[..., :half] - b * sin[..., :half]
     rotated[..., half : 2 * half] = b * cos[..., half:] + a * sin[..., half:]
     return rotated

@@ -334,14 +334,14 @@ def angles(
 
 
 def rotated(args: dict, cos: Tensor, sin: Tensor) -> dict:
-    """The same arguments, RoPE applied to q and k: in float32, rounded once to their dtype."""
+    """The same arguments, RoPE applied to q and k, as transformers writes it."""
     return args | {name: _rotated(args[name], cos[:, None], sin[:, None]) for name in ("q", "k")}
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turning, passed = x[..., : cos.shape[-1]].float(), x[..., cos.shape[-1] :]
+    turning, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     a, b = turning.chunk(2, -1)
-    turned = turning * cos.float() + torch.cat([-b, a], -1) * sin.float()
+    turned = turning * cos + torch.cat([-b, a], -1) * sin
     return torch.cat([turned.to(x.dtype), passed], -1)
 
 

@@ -1,4 +1,4 @@
-"""RoPE on the way: the append kernel's rotation has the bits of torch's operators in float32.
+"""RoPE on the way: the append kernel's rotation has the bits of torch's operators.
 
 Products are rounded before the sum there, so nothing is fused into one multiply-add here; and as q
 and the pools then are the same, so are all bits of the attention.
