@@ -180,6 +180,10 @@ class CascadeGenerate:
             # each computes its vector first, instead of anew for every row of the matrix.
             options.setdefault("coordinate_descent_tuning", True)
             options.setdefault("realize_opcount_threshold", 6)
+        elif self.device.type == "cpu":
+            # Fused code otherwise rounds once where the model's own rounds each operator: in half
+            # precision more exact, and further from the model. (From torch 2.13 on.)
+            options.setdefault("emulate_precision_casts", True)
         config.options = options | {name: self.cascade.fusion(then)}
         config._compile_all_devices = True
         return config
