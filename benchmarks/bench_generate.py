@@ -8,6 +8,7 @@ length; that warms both sides up as well. Prompt tokens are counted by a forward
 """
 
 import argparse
+import ctypes
 import json
 import os
 import platform
@@ -39,6 +40,7 @@ TEXT = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 def main() -> None:
     """Check, time, print."""
     arguments, rest = parse_arguments()
+    keep_freed_memory()
     if arguments.device.startswith("cuda") and arguments.model is None:
         return bench_generate_cuda.main(rest)
     if rest:
@@ -147,6 +149,18 @@ def describe_settings(arguments: argparse.Namespace, model: PreTrainedModel) -> 
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
+
+
+def keep_freed_memory() -> None:
+    """Have glibc hand nothing back to the system, where it is glibc.
+
+    Whether it does, and takes it again page by page, is luck of the heap, stock or patched, and
+    makes a prefill 15% longer.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None:
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
+            mallopt(parameter, 2**31 - 1)
 
 
 def cpu_name() -> str:

@@ -109,6 +109,11 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tenso
     batch, q_len, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group_size = num_q_heads // num_kv_heads
+    if q_len == 1:  # a step: nothing is to be moved
+        out, lse = _attend(
+            q.reshape(batch, num_kv_heads, group_size, head_dim), k, v, False, sm_scale
+        )
+        return out.reshape(q.shape), lse.reshape(batch, 1, num_q_heads)
     # Without a mask, the query heads of a group are just more rows of their KV head.
     grouped = q.reshape(batch, q_len, num_kv_heads, group_size, head_dim).transpose(1, 2)
     rows = grouped.reshape(batch, num_kv_heads, q_len * group_size, head_dim)

@@ -38,6 +38,14 @@ class Tokens:
         """
         by_slot = pool.transpose(1, 2)  # [pages, page_size, num_kv_heads, head_dim]
         if isinstance(self.pages, slice):
+            page, head, slot, value = pool.stride()
+            if page == slot * pool.shape[2]:  # one view, in place of four: a step is short
+                pages = self.pages.stop - self.pages.start
+                return pool.as_strided(
+                    (self.num_nodes, pool.shape[1], self.kv_len, pool.shape[3]),
+                    (pages // self.num_nodes * page, head, slot, value),
+                    pool.storage_offset() + self.pages.start * page + self.first_slot * slot,
+                )
             taken = by_slot[self.pages]
         else:
             taken = by_slot.index_select(0, self.pages)
