@@ -111,7 +111,8 @@ class Producer : TileLoader<Traits> {
     remaining_ = max(1, ceil_div(item.end_slot - align_slot(item.begin_slot), Traits::kKvTile));
     num_segments_ = 1;
     segment_ = {item.pages, item.begin_slot, item.end_slot, false, 0};
-    static_assert(Traits::kBlocks <= kItemPages, "an item knows the pages of its first tile");
+    static_assert(kItemPages % Traits::kBlocks == 0 && 32 % Traits::kBlocks == 0,
+                  "no tile has pages of two windows");
     window_.send_for(run_of(segment_));
     window_.open(item.first_pages[lane_ % kItemPages]);
   }

@@ -80,8 +80,11 @@ class TileLoader {
   __device__ void load_query_box(int head, int first_token) {
     constexpr int kPanelBytes = kRowsPerTile * 128;
     uint64_t* full = &control_.full[stage_];
-    if (has_query_rows_) ptx::fence_async_proxy();  // from the copy engine's writes
-    has_query_rows_ = false;
+    if (has_query_rows_) {
+      ptx::fence_async_proxy();  // before the copy engine's writes
+      __syncwarp();
+      has_query_rows_ = false;
+    }
     if (ptx::elect_lane()) {
       ptx::barrier_expect_bytes(full, p_.query_rows * Traits::kPanels * 128);
 #pragma unroll

@@ -133,7 +133,7 @@ def _unsqueezed(node: Any) -> Node | None:
 
 
 def _fits(rope: _Rope, rows: Node) -> bool:
-    """Whether it is a step's, one token a sequence, and rounds once, to the dtype of x."""
+    """Whether it is a step's, one token a sequence, and its result is of the dtype of x."""
     x, cos, sin, result = (node.meta["val"] for node in (rope.x, rope.cos, rope.sin, rows))
     if x.ndim != 4:
         return False

@@ -33,6 +33,7 @@ class Tree:
         leaves: the leaf of each sequence; in prefill, it may be another sequence's prefix.
         q_len: query tokens of each sequence, the last of its leaf; empty is one each.
         finished: sequences whose query tokens are not stored, nor among those of the leaf.
+        by_slot: the pools' memory runs [page, slot, head], as it does on the CPU.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Tree:
     group_size: int = 2
     head_dim: int = 16
     page_size: int = 4
+    by_slot: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -100,6 +102,7 @@ def trees(draw: st.DrawFn) -> Tree:
         num_kv_heads=draw(st.integers(1, 2)),
         group_size=draw(st.integers(1, 3)),
         page_size=draw(st.sampled_from([1, 2, 3, 4, 16])),
+        by_slot=draw(st.booleans()),
     )
 
 
@@ -223,7 +226,7 @@ def build(tree: Tree, dtype: torch.dtype = torch.float32, seed: int = 0) -> Page
     )
     kv = [(normal(length, *kv_shape), normal(length, *kv_shape)) for length in tree.kv_len]
     pool_shape = (sum(num_pages) + 2, tree.num_kv_heads, page_size, tree.head_dim)
-    k_pool, v_pool = (torch.full(pool_shape, torch.nan, dtype=dtype) for _ in range(2))
+    k_pool, v_pool = (empty_pool(pool_shape, dtype, by_slot=tree.by_slot) for _ in range(2))
     for node, (k, v) in zip(nodes, kv, strict=True):
         slots = int32(node.slots(page_size))
         k_pool[slots // page_size, :, slots % page_size] = k
@@ -343,6 +346,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = turning.chunk(2, -1)
     turned = turning * cos + torch.cat([-b, a], -1) * sin
     return torch.cat([turned.to(x.dtype), passed], -1)
+
+
+def empty_pool(shape: Sequence[int], dtype: torch.dtype, *, by_slot: bool) -> Tensor:
+    """NaN in every slot; shape: [num_pages, num_kv_heads, page_size, head_dim]."""
+    order = (0, 2, 1, 3) if by_slot else (0, 1, 2, 3)
+    return torch.empty_permuted(tuple(shape), order, dtype=dtype).fill_(torch.nan)
 
 
 def int32(values: Sequence[int]) -> Tensor:

@@ -1,5 +1,6 @@
 """Appending writes each token's K and V into its own slot, and nothing anywhere else."""
 
+import cases
 import pytest
 import torch
 from cases import int32
@@ -14,10 +15,11 @@ TOKEN = (2, 16)  # num_kv_heads, head_dim
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16, 32, 128])
 @pytest.mark.parametrize("num_dropped", [0, 1, NUM_TOKENS])
-def test_tokens_are_written_to_their_slots_only(num_dropped, page_size, dtype, append):
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_tokens_are_written_to_their_slots_only(by_slot, num_dropped, page_size, dtype, append):
     k, v, slots = new_tokens(dtype)
     slots[:num_dropped] = DROPPED_SLOT
-    k_pool, v_pool = empty_pool(page_size, dtype), empty_pool(page_size, dtype)
+    k_pool, v_pool = (empty_pool(page_size, dtype, by_slot=by_slot) for _ in range(2))
     append(k, v, k_pool, v_pool, slots)
     assert_holds(k_pool, k, slots)
     assert_holds(v_pool, v, slots)
@@ -100,10 +102,12 @@ def new_tokens(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tens
     return k, v, torch.randperm(NUM_SLOTS, generator=random)[:NUM_TOKENS].int()
 
 
-def empty_pool(page_size: int = 4, dtype: torch.dtype = torch.float32) -> Tensor:
+def empty_pool(
+    page_size: int = 4, dtype: torch.dtype = torch.float32, *, by_slot: bool = False
+) -> Tensor:
     num_kv_heads, head_dim = TOKEN
     shape = (NUM_SLOTS // page_size, num_kv_heads, page_size, head_dim)
-    return torch.full(shape, torch.nan, dtype=dtype)
+    return cases.empty_pool(shape, dtype, by_slot=by_slot)
 
 
 def assert_holds(pool: Tensor, tokens: Tensor, slots: Tensor) -> None:
