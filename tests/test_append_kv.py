@@ -15,19 +15,29 @@ TOKEN = (2, 16)  # num_kv_heads, head_dim
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16, 32, 128])
 @pytest.mark.parametrize("num_dropped", [0, 1, NUM_TOKENS])
-@pytest.mark.parametrize("by_slot", [False, True])
-def test_tokens_are_written_to_their_slots_only(by_slot, num_dropped, page_size, dtype, append):
+def test_tokens_are_written_to_their_slots_only(num_dropped, page_size, dtype, append):
     k, v, slots = new_tokens(dtype)
     slots[:num_dropped] = DROPPED_SLOT
-    k_pool, v_pool = (empty_pool(page_size, dtype, by_slot=by_slot) for _ in range(2))
+    k_pool, v_pool = empty_pool(page_size, dtype), empty_pool(page_size, dtype)
     append(k, v, k_pool, v_pool, slots)
     assert_holds(k_pool, k, slots)
     assert_holds(v_pool, v, slots)
 
 
-def test_the_first_and_the_last_slot_are_slots():
+@pytest.mark.parametrize("page_size", [1, 4, 128, NUM_SLOTS])
+def test_pools_may_lie_slot_by_slot(page_size):
+    k, v, slots = new_tokens()
+    slots[0] = DROPPED_SLOT
+    k_pool, v_pool = (empty_pool(page_size, by_slot=True) for _ in range(2))
+    append_kv(k, v, k_pool, v_pool, slots)
+    assert_holds(k_pool, k, slots)
+    assert_holds(v_pool, v, slots)
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
+def test_the_first_and_the_last_slot_are_slots(by_slot):
     k, v, _ = new_tokens()
-    k_pool, v_pool = empty_pool(), empty_pool()
+    k_pool, v_pool = (empty_pool(by_slot=by_slot) for _ in range(2))
     slots = int32([NUM_SLOTS - 1, 0])
     append_kv(k[:2], v[:2], k_pool, v_pool, slots)
     assert_holds(k_pool, k[:2], slots)

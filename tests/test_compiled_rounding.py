@@ -28,15 +28,10 @@ def first_step(model: PreTrainedModel, **options) -> Tensor:
     return out.logits[1].float()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [("llama", torch.float16), ("qwen3", torch.bfloat16)],
-    ids=str,
-)
-def test_logits_are_nearer_to_those_of_steps_that_are_not_compiled(name, dtype):
+def test_logits_are_nearer_to_those_of_steps_that_are_not_compiled():
     """Ten times, than with the user's word that they need not be."""
     eager, compiled = (
-        hf_cascade.patch(new_model(name).to(dtype), strict=True, compile=compile)
+        hf_cascade.patch(new_model("qwen3").bfloat16(), strict=True, compile=compile)
         for compile in (False, True)
     )
     once = CompileConfig(mode=None, options={"emulate_precision_casts": False})
