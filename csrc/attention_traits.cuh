@@ -109,6 +109,11 @@ __device__ __forceinline__ int32_t load_word(const Item* item, int word) {
   return __ldcg(reinterpret_cast<const int32_t*>(item) + word);
 }
 
+// Of an item whose words the warp's lanes hold; `offset` may differ from lane to lane.
+__device__ __forceinline__ int32_t item_word(int32_t words, size_t offset) {
+  return __shfl_sync(~0u, words, static_cast<int>(offset / sizeof(int32_t)));
+}
+
 // Of words that the warp's lanes hold, the header's after those of an item.
 __device__ __forceinline__ WorkHeader find_header(int32_t words) {
   int32_t header[kHeaderWords];

@@ -137,14 +137,10 @@ class LeafWarp {
     is_next_known_ = false;
   }
 
-  static __device__ int32_t word(int32_t words, size_t offset) {
-    return __shfl_sync(~0u, words, static_cast<int>(offset / sizeof(int32_t)));
-  }
-
   __device__ PageWindow::Run run_of(int32_t words) const {
-    return {p_.tree.kv_indices + word(words, offsetof(Item, pages)),
-            align_slot(word(words, offsetof(Item, begin_slot))),
-            word(words, offsetof(Item, end_slot)), p_.page_size_log2};
+    return {p_.tree.kv_indices + item_word(words, offsetof(Item, pages)),
+            align_slot(item_word(words, offsetof(Item, begin_slot))),
+            item_word(words, offsetof(Item, end_slot)), p_.page_size_log2};
   }
 
   __device__ void take_next_item() {
@@ -156,9 +152,10 @@ class LeafWarp {
   }
 
   __device__ void begin_item() {
-    begin_slot_ = word(words_, offsetof(Item, begin_slot));
-    end_slot_ = word(words_, offsetof(Item, end_slot));
-    window_.open(word(words_, offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t)));
+    begin_slot_ = item_word(words_, offsetof(Item, begin_slot));
+    end_slot_ = item_word(words_, offsetof(Item, end_slot));
+    window_.open(
+        item_word(words_, offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t)));
     start_ = align_slot(begin_slot_);
     block_ = 0;
     is_short_ = start_ + 2 * kLeafTokens >= end_slot_;
@@ -177,14 +174,14 @@ class LeafWarp {
     window_.move_to(block_, kItemPages, [&] { return run_of(words_); });
     const int next_start = start_ + kLeafTokens;
     const bool is_last = next_start >= end_slot_;
-    if (is_last && word(words_, offsetof(Item, grows))) wait_if_early();
+    if (is_last && item_word(words_, offsetof(Item, grows))) wait_if_early();
     LeafTile tile = {};
     tile.flags = (block_ == 0 ? LeafTile::kFirst : 0) | (is_last ? LeafTile::kLast : 0);
     tile.begin = max(0, begin_slot_ - start_);
     tile.end = min(kLeafTokens, end_slot_ - start_);
-    tile.head = word(words_, offsetof(Item, head));
-    tile.token = word(words_, offsetof(Item, token));
-    tile.target = word(words_, offsetof(Item, target));
+    tile.head = item_word(words_, offsetof(Item, head));
+    tile.token = item_word(words_, offsetof(Item, token));
+    tile.target = item_word(words_, offsetof(Item, target));
     load(tile);
     fetch_buffer_ = after(fetch_buffer_);
     ++num_fetched_;

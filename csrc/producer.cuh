@@ -191,15 +191,13 @@ class Producer : TileLoader<Traits> {
   // K and V of the CTA's first tile, before the rest of its item is looked at. (Not more of them:
   // the copy engine would bring q after all that it has been sent for by then.)
   __device__ void load_first_tile() {
-    const auto word = [&](size_t offset) {
-      return __shfl_sync(~0u, next_, static_cast<int>(offset / sizeof(int32_t)));
-    };
-    const int begin = word(offsetof(Item, begin_slot)), start = align_slot(begin);
+    const int begin = item_word(next_, offsetof(Item, begin_slot)), start = align_slot(begin);
     Tile tile = {};
-    tile.head = word(offsetof(Item, head));
+    tile.head = item_word(next_, offsetof(Item, head));
     tile.begin = begin - start;
-    tile.end = min(Traits::kKvTile, word(offsetof(Item, end_slot)) - start);
-    window_.open(word(offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t)));
+    tile.end = min(Traits::kKvTile, item_word(next_, offsetof(Item, end_slot)) - start);
+    window_.open(
+        item_word(next_, offsetof(Item, first_pages) + lane_ % kItemPages * sizeof(int32_t)));
     load_keys_and_values(tile, start, 0);
     is_first_loaded_ = true;
   }

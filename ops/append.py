@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_index, check_pools, check_rows
 from .library import define
-from .reads import once_a_step
+from .reads import lies_by_slot, once_a_step
 
 
 def append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
@@ -46,8 +46,7 @@ def _append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tens
 
 
 def _store(pool: Tensor, places: _Places, rows: Tensor) -> None:
-    page, _, slot, _ = pool.stride()
-    if page == slot * pool.shape[2]:  # by one index in place of two: a step is short
+    if lies_by_slot(pool):  # by one index in place of two: a step is short
         pool.transpose(1, 2).flatten(0, 1).index_copy_(0, places.slot, rows)
     else:
         pool[places.page, :, places.offset] = rows

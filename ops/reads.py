@@ -22,6 +22,12 @@ from torch import Tensor
 from .checks import check_leaves, check_nodes, check_readers
 
 
+def lies_by_slot(pool: Tensor) -> bool:
+    """Whether a pool's slots, of one page after the other, are evenly spaced in memory."""
+    page, _, slot, _ = pool.stride()
+    return page == slot * pool.shape[2]
+
+
 @dataclass(frozen=True)
 class Tokens:
     """Tokens of nodes that are alike in length and in first slot."""
@@ -36,16 +42,16 @@ class Tokens:
 
         Copied, but where pages are consecutive in a pool whose memory runs [page, slot, head].
         """
+        if isinstance(self.pages, slice) and lies_by_slot(pool):
+            page, head, slot, value = pool.stride()
+            pages = self.pages.stop - self.pages.start
+            return pool.as_strided(  # in place of four views: a step is short
+                (self.num_nodes, pool.shape[1], self.kv_len, pool.shape[3]),
+                (pages // self.num_nodes * page, head, slot, value),
+                pool.storage_offset() + self.pages.start * page + self.first_slot * slot,
+            )
         by_slot = pool.transpose(1, 2)  # [pages, page_size, num_kv_heads, head_dim]
         if isinstance(self.pages, slice):
-            page, head, slot, value = pool.stride()
-            if page == slot * pool.shape[2]:  # one view, in place of four: a step is short
-                pages = self.pages.stop - self.pages.start
-                return pool.as_strided(
-                    (self.num_nodes, pool.shape[1], self.kv_len, pool.shape[3]),
-                    (pages // self.num_nodes * page, head, slot, value),
-                    pool.storage_offset() + self.pages.start * page + self.first_slot * slot,
-                )
             taken = by_slot[self.pages]
         else:
             taken = by_slot.index_select(0, self.pages)
