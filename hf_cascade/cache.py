@@ -18,12 +18,14 @@ from .errors import UnsupportedModelError
 from .ops import (
     append_kv,
     cascade_attention,
+    composed,
     kernels,
     merge_state,
     prefix_attention,
     suffix_attention,
     work_list,
 )
+from .ops.reads import Sizes
 from .pages import PagePool
 from .plan import Plan, Query, build_layout, build_plan
 from .step_plan import StepPlan
@@ -67,6 +69,7 @@ class CascadeCache(Cache):
         self._grown = 0  # rows that grew in the last step
         self._plans: dict[torch.device, Plan] = {}
         self._work_lists: dict[tuple[torch.device, int, int, int], Tensor] = {}
+        self._passes: dict[int, composed.Pass] = {}  # by id of the plan
         self._recorded: tuple[Tensor, Tensor, int] | None = None
         self._updated: list[int] = []
         self._attended: list[int] = []
@@ -87,7 +90,8 @@ class CascadeCache(Cache):
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Store the KV recorded last, then attend: the cascade of the blog.
 
-        Eagerly that is one op. Under torch.compile it is the blog's four, for `fuse_pass` to fuse
+        Eagerly that is one op or, where it would be composed of torch's, what it is composed of,
+        past the op's checks. Under torch.compile it is the blog's four, for `fuse_pass` to fuse
         as it does in any code that composes them. A fresh root alone needs no KV but its own.
 
         Args:
@@ -101,7 +105,7 @@ class CascadeCache(Cache):
         self._recorded = None
         # Under autocast the projections' dtype (that of v) differs from what norms and RoPE make
         # of q and k. SDPA casts all three to it, and so do we.
-        q, k, v = (_packed(x).to(value.dtype) for x in (query, key, value))
+        q, k, v = (_packed(x, value.dtype) for x in (query, key, value))
         plan = self._plan_on(v.device)
         k_pool, v_pool = self.pool.layer(layer_idx, k, v)
         self._attended.append(layer_idx)
@@ -112,19 +116,24 @@ class CascadeCache(Cache):
                 q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
             )
             return out.transpose(1, 2)
+        batch, _, q_len, _ = query.shape
         if not torch.compiler.is_compiling():
-            out, _ = cascade_attention(
-                q, k, v, k_pool, v_pool, plan.slots, *plan.nodes, plan.leaves,
-                plan.reader_indptr, plan.readers, scaling, self._work_list(plan, q, k_pool),
-            )  # fmt: skip
-            return out.unflatten(0, (query.shape[0], query.shape[2]))
+            if kernels.serve(k_pool):
+                out, _ = cascade_attention(
+                    q, k, v, k_pool, v_pool, plan.slots, *plan.nodes, plan.leaves,
+                    plan.reader_indptr, plan.readers, scaling, self._work_list(plan, q, k_pool),
+                )  # fmt: skip
+            else:
+                found = self._pass_on(plan, k_pool)
+                out, _ = composed.cascade_attention(q, k, v, k_pool, v_pool, found, scaling)
+            return out.view(batch, q_len, *out.shape[1:])
         append_kv(k, v, k_pool, v_pool, plan.slots)
         suffix = suffix_attention(q, k_pool, v_pool, *plan.nodes, plan.leaves, scaling)
         prefix = prefix_attention(
             q, k_pool, v_pool, *plan.nodes, plan.reader_indptr, plan.readers, scaling
         )
         out, _ = merge_state(*prefix, *suffix)
-        return out.unflatten(0, (query.shape[0], query.shape[2]))
+        return out.unflatten(0, (batch, q_len))
 
     def end(self) -> None:
         """Check that attention was computed in each layer that the model has.
@@ -225,6 +234,7 @@ class CascadeCache(Cache):
 
     def _begin_pass(self) -> None:
         self._work_lists.clear()
+        self._passes.clear()
         self._updated.clear()
         self._attended.clear()
 
@@ -279,10 +289,18 @@ class CascadeCache(Cache):
         """The cache as the caller of `generate` gets it; it keeps the pages until dropped."""
         return ReturnedCache(self, on_close)
 
-    def _work_list(self, plan: Plan, q: Tensor, k_pool: Tensor) -> Tensor | None:
-        """What all layers of the pass share; None where torch operators serve."""
-        if not kernels.serve(k_pool):
-            return None
+    def _pass_on(self, plan: Plan, k_pool: Tensor) -> composed.Pass:
+        """What all layers of the pass share where torch operators serve."""
+        found = self._passes.get(id(plan))
+        if found is None:
+            sizes = Sizes(plan.slots.shape[0], k_pool.shape[0], k_pool.shape[2])
+            found = self._passes[id(plan)] = composed.find_pass(
+                sizes, plan.slots, plan.nodes, plan.leaves, plan.reader_indptr, plan.readers
+            )
+        return found
+
+    def _work_list(self, plan: Plan, q: Tensor, k_pool: Tensor) -> Tensor:
+        """What all layers of the pass share where kernels do."""
         _, num_kv_heads, page_size, head_dim = k_pool.shape
         key = (q.device, q.shape[1], num_kv_heads, head_dim)
         if key not in self._work_lists:
@@ -367,6 +385,10 @@ class _Pages:
         self._on_close(self._tree)
 
 
-def _packed(states: Tensor) -> Tensor:
+def _packed(states: Tensor, dtype: torch.dtype) -> Tensor:
     """[batch, heads, q_len, head_dim] to [batch * q_len, heads, head_dim]."""
-    return states.transpose(1, 2).flatten(0, 1)
+    if states.shape[2] == 1 and not torch.compiler.is_compiling():  # whose passes look for the rest
+        packed = states.squeeze(2)
+    else:
+        packed = states.transpose(1, 2).flatten(0, 1)
+    return packed if packed.dtype == dtype else packed.to(dtype)

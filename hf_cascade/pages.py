@@ -135,8 +135,10 @@ class PagePool:
     def _created(self, states: Tensor) -> Tensor:
         num_kv_heads, head_dim = states.shape[-2:]
         shape = (self._capacity(), num_kv_heads, self.allocator.page_size, head_dim)
-        # On the CPU, memory that runs [page, slot, head] lets consecutive pages be read in place.
-        order = (0, 2, 1, 3) if states.device.type == "cpu" else (0, 1, 2, 3)
+        # On the CPU, memory that runs [head, page, slot] lets consecutive pages be read in place,
+        # and a head's tokens one after the other: with a token's heads side by side, attention of
+        # few rows took up to twice as long.
+        order = (1, 0, 2, 3) if states.device.type == "cpu" else (0, 1, 2, 3)
         # A tensor born in inference mode could not be written under no_grad later.
         with torch.inference_mode(False):
             return _of_any_size(

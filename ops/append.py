@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .checks import check_index, check_pools, check_rows
 from .library import define
-from .reads import lies_by_slot, once_a_step
+from .reads import by_slot, lies_by_slot, once_a_step
 
 
 def append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
@@ -29,7 +29,7 @@ def append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tenso
 DROPPED_SLOT = -1
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where new tokens go, and which of them go anywhere."""
 
     slot: Tensor
@@ -39,21 +39,24 @@ class _Places(NamedTuple):
 
 
 def _append_kv(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    _check(k, v, k_pool, v_pool, slots)
-    places = _find_places((k_pool.shape[0], k_pool.shape[2]), slots)
+    check_append(k, v, k_pool, v_pool, slots)
+    store(k, v, k_pool, v_pool, find_places((k_pool.shape[0], k_pool.shape[2]), slots))
+
+
+def store(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, places: Places) -> None:
+    """`append_kv` of what is known to fit, to where it goes."""
     for pool, rows in ((k_pool, k), (v_pool, v)):
-        _store(pool, places, rows if places.kept is None else rows[places.kept])
-
-
-def _store(pool: Tensor, places: _Places, rows: Tensor) -> None:
-    if lies_by_slot(pool):  # by one index in place of two: a step is short
-        pool.transpose(1, 2).flatten(0, 1).index_copy_(0, places.slot, rows)
-    else:
-        pool[places.page, :, places.offset] = rows
+        if places.kept is not None:
+            rows = rows[places.kept]
+        if lies_by_slot(pool):  # by one index in place of two: a step is short
+            by_slot(pool).index_copy_(0, places.slot, rows)
+        else:
+            pool[places.page, :, places.offset] = rows
 
 
 @once_a_step
-def _find_places(sizes: tuple[int, int], slots: Tensor) -> _Places:
+def find_places(sizes: tuple[int, int], slots: Tensor) -> Places:
+    """Read and check slots, of pools with so many pages of so many slots."""
     num_pages, page_size = sizes
     drops = True  # perhaps: to ask a device would be to wait for it twice
     if slots.device.type == "cpu":
@@ -66,14 +69,15 @@ def _find_places(sizes: tuple[int, int], slots: Tensor) -> _Places:
         drops = lowest < 0
     kept = (slots != DROPPED_SLOT).nonzero().squeeze(1) if drops else None
     used = (slots if kept is None else slots[kept]).long()
-    return _Places(used, used // page_size, used % page_size, kept)
+    return Places(used, used // page_size, used % page_size, kept)
 
 
 def _append_kv_fake(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
-    _check(k, v, k_pool, v_pool, slots)
+    check_append(k, v, k_pool, v_pool, slots)
 
 
-def _check(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+def check_append(k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor, slots: Tensor) -> None:
+    """All that can be told without reading slots."""
     check_pools(k_pool, v_pool)
     for name, rows in (("k", k), ("v", v)):
         check_rows(name, rows, k_pool)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import composed
-from .append import append_kv
+from .append import append_kv, check_append
 from .checks import (
     check_index,
     check_leaves,
@@ -228,12 +228,11 @@ def _cascade_attention(
     if not (cos is None and sin is None):
         _check_rotation(q, k, k_pool, v_pool, cos, sin)
         q, k = (composed.rotate(x, cos, sin) for x in (q, k))
-    append_kv(k, v, k_pool, v_pool, slots)
+    check_append(k, v, k_pool, v_pool, slots)
     nodes = (q_indptr, kv_indptr, kv_indices, kv_len, first_slot)
     sizes = _checked_sizes(q, k_pool, v_pool, q_indptr)
-    suffix = suffix_reads(sizes, *nodes, leaves)
-    prefix = prefix_reads(sizes, *nodes, reader_indptr, readers)
-    return composed.cascade_attention(q, k_pool, v_pool, prefix, suffix, sm_scale)
+    found = composed.find_pass(sizes, slots, nodes, leaves, reader_indptr, readers)
+    return composed.cascade_attention(q, k, v, k_pool, v_pool, found, sm_scale)
 
 
 def _cascade_attention_fake(

@@ -1,17 +1,44 @@
 """Attention over a KV tree composed of torch operators: the path where no kernel fits.
 
 K and V are gathered a node (or a batch of like leaves) at a time (`reads.py`), never expanded per
-query head or per sequence, so temporaries stay below the tree's own KV. A pool whose memory runs
-[page, slot, head] spares even that copy where pages are consecutive.
+query head or per sequence, so temporaries stay below the tree's own KV. A pool whose slots are
+evenly spaced in memory spares even that copy where pages are consecutive.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from .merge import merge_nonempty, merge_state
-from .reads import Read
+from .append import Places, find_places, store
+from .merge import as_float32, merge_nonempty, merge_state
+from .reads import Read, Sizes, prefix_reads, suffix_reads
+
+
+class Pass(NamedTuple):
+    """A pass through the model as the host sees it: what all of its layers have in common."""
+
+    places: Places  # of the new tokens' K and V
+    prefix: list[Read]
+    suffix: list[Read]
+
+
+def find_pass(
+    sizes: Sizes,
+    slots: Tensor,
+    nodes: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
+    leaves: Tensor,
+    reader_indptr: Tensor,
+    readers: Tensor,
+) -> Pass:
+    """Read and check the index arguments of `cascade_attention` (`cascade.py`)."""
+    return Pass(
+        find_places((sizes.num_pages, sizes.page_size), slots),
+        prefix_reads(sizes, *nodes, reader_indptr, readers),
+        suffix_reads(sizes, *nodes, leaves),
+    )
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -60,18 +87,20 @@ def suffix_attention(
 
 def cascade_attention(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_pool: Tensor,
     v_pool: Tensor,
-    prefix_reads: list[Read],
-    suffix_reads: list[Read],
+    found: Pass,
     sm_scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Prefix and suffix, merged."""
-    suffix = suffix_attention(q, k_pool, v_pool, suffix_reads, sm_scale)
-    if not prefix_reads:
+    """New K and V stored, then prefix and suffix, merged."""
+    store(k, v, k_pool, v_pool, found.places)
+    suffix = suffix_attention(q, k_pool, v_pool, found.suffix, sm_scale)
+    if not found.prefix:
         return suffix
-    prefix = prefix_attention(q, k_pool, v_pool, prefix_reads, sm_scale)
-    if _is_whole(prefix_reads, q) and _is_whole(suffix_reads, q):
+    prefix = prefix_attention(q, k_pool, v_pool, found.prefix, sm_scale)
+    if _is_whole(found.prefix, q) and _is_whole(found.suffix, q):
         return merge_nonempty(*prefix, *suffix)
     return merge_state(*prefix, *suffix)
 
@@ -85,17 +114,28 @@ def _attend_shared(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, read: Read, sm_scale: float
 ) -> tuple[Tensor, Tensor]:
     k, v = read.tokens.of(k_pool), read.tokens.of(v_pool)
-    out, lse = _attend_all(q[None], k, v, sm_scale)
-    return out[0].contiguous(), lse[0].contiguous()
+    num_tokens, num_q_heads, head_dim = q.shape
+    num_kv_heads = k.shape[1]
+    # Without a mask, the query heads of a group are just more rows of their KV head.
+    by_head = q.reshape(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1)
+    rows = by_head.reshape(1, num_kv_heads, -1, head_dim)
+    out, lse = _attend(rows, k, v, False, sm_scale)
+    out = out.reshape(by_head.shape).transpose(0, 1).reshape(q.shape)
+    lse = lse.reshape(by_head.shape[:-1]).transpose(0, 1).reshape(num_tokens, num_q_heads)
+    return out.contiguous(), lse.contiguous()
 
 
 def _attend_leaves(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, read: Read, sm_scale: float
 ) -> tuple[Tensor, Tensor]:
     k, v = read.tokens.of(k_pool), read.tokens.of(v_pool)
-    num_tokens, *heads = q.shape
-    by_node = q.reshape(num_tokens // read.q_len, read.q_len, *heads)
-    out, lse = _attend_causal(by_node, k, v, sm_scale)
+    num_tokens, num_q_heads, head_dim = q.shape
+    if read.q_len == 1:  # a step: nothing is hidden, and nothing is to be moved
+        rows = q.reshape(num_tokens, k.shape[1], -1, head_dim)
+        out, lse = _attend(rows, k, v, False, sm_scale)
+    else:
+        by_node = q.reshape(num_tokens // read.q_len, read.q_len, num_q_heads, head_dim)
+        out, lse = _attend_causal(by_node, k, v, sm_scale)
     return out.reshape(q.shape).contiguous(), lse.reshape(q.shape[:-1]).contiguous()
 
 
@@ -109,11 +149,6 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tenso
     batch, q_len, num_q_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
     group_size = num_q_heads // num_kv_heads
-    if q_len == 1:  # a step: nothing is to be moved
-        out, lse = _attend(
-            q.reshape(batch, num_kv_heads, group_size, head_dim), k, v, False, sm_scale
-        )
-        return out.reshape(q.shape), lse.reshape(batch, 1, num_q_heads)
     # Without a mask, the query heads of a group are just more rows of their KV head.
     grouped = q.reshape(batch, q_len, num_kv_heads, group_size, head_dim).transpose(1, 2)
     rows = grouped.reshape(batch, num_kv_heads, q_len * group_size, head_dim)
@@ -126,8 +161,6 @@ def _attend_all(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tenso
 def _attend_causal(q: Tensor, k: Tensor, v: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
     """Like `_attend_all`, for queries that are the last tokens of k and v."""
     q_len, kv_len = q.shape[1], k.shape[2]
-    if q_len == 1:
-        return _attend_all(q, k, v, sm_scale)
     if q_len < kv_len:
         past = _attend_all(q, k[:, :, :-q_len], v[:, :, :-q_len], sm_scale)
         own = _attend_causal(q, k[:, :, -q_len:], v[:, :, -q_len:], sm_scale)
@@ -150,10 +183,10 @@ def _attend(
     if q.device.type == "cpu":
         # It takes the values of a row to lie side by side, and does not check.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, is_causal, scale=sm_scale
         )
-        return out, lse.float()  # a no-op but for float64
+        return out, as_float32(lse)  # float64's is its own
     scores = torch.matmul(q.float() * sm_scale, k.float().mT)
     if is_causal:
         hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)

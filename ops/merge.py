@@ -70,8 +70,13 @@ def merge_nonempty(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
     """What `merge_state` computes where neither state is empty, for who knows that."""
-    out = _weighted(out_a.float(), lse_a, out_b.float(), lse_b)
-    return out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
+    out = _weighted(as_float32(out_a), lse_a, as_float32(out_b), lse_b)
+    return out if out.dtype == out_a.dtype else out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
+
+
+def as_float32(x: Tensor) -> Tensor:
+    """`x.float()`, which is a call even where it does nothing: a step is short."""
+    return x if x.dtype == torch.float32 else x.float()
 
 
 def _combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

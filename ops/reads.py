@@ -28,6 +28,14 @@ def lies_by_slot(pool: Tensor) -> bool:
     return page == slot * pool.shape[2]
 
 
+def by_slot(pool: Tensor) -> Tensor:
+    """Such a pool as [num_slots, num_kv_heads, head_dim]."""
+    num_pages, num_kv_heads, page_size, head_dim = pool.shape
+    _, head, slot, value = pool.stride()
+    shape = (num_pages * page_size, num_kv_heads, head_dim)
+    return pool.as_strided(shape, (slot, head, value))  # in place of two views: a step is short
+
+
 @dataclass(frozen=True)
 class Tokens:
     """Tokens of nodes that are alike in length and in first slot."""
@@ -50,12 +58,12 @@ class Tokens:
                 (pages // self.num_nodes * page, head, slot, value),
                 pool.storage_offset() + self.pages.start * page + self.first_slot * slot,
             )
-        by_slot = pool.transpose(1, 2)  # [pages, page_size, num_kv_heads, head_dim]
+        slots = pool.transpose(1, 2)  # [pages, page_size, num_kv_heads, head_dim]
         if isinstance(self.pages, slice):
-            taken = by_slot[self.pages]
+            taken = slots[self.pages]
         else:
-            taken = by_slot.index_select(0, self.pages)
-        tokens = taken.reshape(self.num_nodes, -1, *by_slot.shape[2:])
+            taken = slots.index_select(0, self.pages)
+        tokens = taken.reshape(self.num_nodes, -1, *slots.shape[2:])
         return tokens[:, self.first_slot : self.first_slot + self.kv_len].transpose(1, 2)
 
 

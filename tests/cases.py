@@ -33,7 +33,7 @@ class Tree:
         leaves: the leaf of each sequence; in prefill, it may be another sequence's prefix.
         q_len: query tokens of each sequence, the last of its leaf; empty is one each.
         finished: sequences whose query tokens are not stored, nor among those of the leaf.
-        by_slot: the pools' memory runs [page, slot, head], as it does on the CPU.
+        by_slot: the pools' memory runs [head, page, slot], as it does on the CPU.
     """
 
     name: str
@@ -350,7 +350,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def empty_pool(shape: Sequence[int], dtype: torch.dtype, *, by_slot: bool) -> Tensor:
     """NaN in every slot; shape: [num_pages, num_kv_heads, page_size, head_dim]."""
-    order = (0, 2, 1, 3) if by_slot else (0, 1, 2, 3)
+    order = (1, 0, 2, 3) if by_slot else (0, 1, 2, 3)
     return torch.empty_permuted(tuple(shape), order, dtype=dtype).fill_(torch.nan)
 
 
