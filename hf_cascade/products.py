@@ -14,10 +14,10 @@ import torch
 
 def is_faster_by_cublaslt(num_rows: int) -> bool:
     """Whether a step of so many rows is, by a fixed rule."""
-    # A step of Llama-3.1-8B's shape on an H200: with 64 rows 5.45 ms instead of 5.62, with 256 rows
-    # 9.93 and 9.90; with 16 rows its products take 1 to 2% longer. Nothing between was measured.
-    # See benchmarks/NOTES.md, "Generate, captured", 5 to 7.
-    return 32 < num_rows <= 64
+    # The products of Llama-3.1-8B's shape on an H200: 3% faster with 8 to 16 rows by torch's own
+    # choice, with 48 to 112 rows (but 80: 1%) by 2 to 3% by cuBLASLt; with 128 rows alike, from 160
+    # on slower by 4%. See benchmarks/NOTES.md, "Generate, captured", 10.
+    return 24 <= num_rows < 128
 
 
 @contextmanager
