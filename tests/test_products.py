@@ -1,4 +1,4 @@
-"""Steps of 24 to 127 rows that are captured, or will be, compute by cuBLASLt, and nobody notices."""
+"""Steps of 24 to 127 rows, captured or soon to be, compute by cuBLASLt, and nobody notices."""
 
 from __future__ import annotations
 
