@@ -35,6 +35,18 @@ def test_pools_may_lie_slot_by_slot(page_size):
 
 
 @pytest.mark.parametrize("by_slot", [False, True])
+def test_pools_may_be_parts_of_others(by_slot):
+    k, v, slots = new_tokens()
+    num_pages, *page = empty_pool().shape
+    wholes = [cases.empty_pool((num_pages + 2, *page), k.dtype, by_slot=by_slot) for _ in range(2)]
+    k_pool, v_pool = (whole[1:-1] for whole in wholes)
+    append_kv(k, v, k_pool, v_pool, slots)
+    assert_holds(k_pool, k, slots)
+    assert_holds(v_pool, v, slots)
+    assert all(whole[place].isnan().all() for whole in wholes for place in (0, -1))
+
+
+@pytest.mark.parametrize("by_slot", [False, True])
 def test_the_first_and_the_last_slot_are_slots(by_slot):
     k, v, _ = new_tokens()
     k_pool, v_pool = (empty_pool(by_slot=by_slot) for _ in range(2))

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from hf_cascade.ops.reads import Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -158,6 +159,14 @@ def test_growth_keeps_contents():
     for page, step in written:
         assert (k_pool[page] == step).all()
         assert (v_pool[page] == -step).all()
+
+
+def test_on_a_cpu_a_head_s_tokens_of_consecutive_pages_are_neighbours():
+    pool = new_pool(5)
+    for side in (*pool.layer(0, states(), states()), *grown(pool)):
+        tokens = Tokens(slice(1, 4), num_nodes=1, first_slot=2, kv_len=9).of(side)
+        assert tokens.stride()[2:] == (HEAD_DIM, 1)
+        assert tokens.data_ptr() == side[1, 0, 2].data_ptr()  # no copy of them
 
 
 def test_a_pool_that_fits_is_the_same_storage():
