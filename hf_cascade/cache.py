@@ -25,6 +25,8 @@ from .ops import (
     suffix_attention,
     work_list,
 )
+from .ops.checks import check_queries
+from .ops.library import refuse_gradients
 from .ops.reads import Sizes
 from .pages import PagePool
 from .plan import Plan, Query, build_layout, build_plan
@@ -69,7 +71,7 @@ class CascadeCache(Cache):
         self._grown = 0  # rows that grew in the last step
         self._plans: dict[torch.device, Plan] = {}
         self._work_lists: dict[tuple[torch.device, int, int, int], Tensor] = {}
-        self._passes: dict[int, composed.Pass] = {}  # by id of the plan
+        self._passes: dict[torch.device, composed.Pass] = {}
         self._recorded: tuple[Tensor, Tensor, int] | None = None
         self._updated: list[int] = []
         self._attended: list[int] = []
@@ -90,9 +92,10 @@ class CascadeCache(Cache):
     def attend(self, query: Tensor, scaling: float) -> Tensor:
         """Store the KV recorded last, then attend: the cascade of the blog.
 
-        Eagerly that is one op or, where it would be composed of torch's, what it is composed of,
-        past the op's checks. Under torch.compile it is the blog's four, for `fuse_pass` to fuse
-        as it does in any code that composes them. A fresh root alone needs no KV but its own.
+        Eagerly that is one op or, where it would be composed of torch's, what it is composed of:
+        an op costs what a small model's layer does, and checks in each what a pass has in common.
+        Under torch.compile it is the blog's four, for `fuse_pass` to fuse as it does in any code
+        that composes them. A fresh root alone needs no KV but its own.
 
         Args:
             query: [batch, num_q_heads, q_len, head_dim]; batch x q_len are the pass's tokens.
@@ -124,7 +127,8 @@ class CascadeCache(Cache):
                     plan.reader_indptr, plan.readers, scaling, self._work_list(plan, q, k_pool),
                 )  # fmt: skip
             else:
-                found = self._pass_on(plan, k_pool)
+                refuse_gradients("cascade_attention", q, k, v)
+                found = self._pass_on(v.device, q, k_pool, v_pool)
                 out, _ = composed.cascade_attention(q, k, v, k_pool, v_pool, found, scaling)
             return out.view(batch, q_len, *out.shape[1:])
         append_kv(k, v, k_pool, v_pool, plan.slots)
@@ -133,7 +137,7 @@ class CascadeCache(Cache):
             q, k_pool, v_pool, *plan.nodes, plan.reader_indptr, plan.readers, scaling
         )
         out, _ = merge_state(*prefix, *suffix)
-        return out.unflatten(0, (batch, q_len))
+        return out.view(batch, q_len, *out.shape[1:])
 
     def end(self) -> None:
         """Check that attention was computed in each layer that the model has.
@@ -289,15 +293,18 @@ class CascadeCache(Cache):
         """The cache as the caller of `generate` gets it; it keeps the pages until dropped."""
         return ReturnedCache(self, on_close)
 
-    def _pass_on(self, plan: Plan, k_pool: Tensor) -> composed.Pass:
+    def _pass_on(
+        self, device: torch.device, q: Tensor, k_pool: Tensor, v_pool: Tensor
+    ) -> composed.Pass:
         """What all layers of the pass share where torch operators serve."""
-        found = self._passes.get(id(plan))
-        if found is None:
-            sizes = Sizes(plan.slots.shape[0], k_pool.shape[0], k_pool.shape[2])
-            found = self._passes[id(plan)] = composed.find_pass(
+        if device not in self._passes:
+            check_queries(q, k_pool, v_pool)
+            plan = self._plan_on(device)
+            sizes = Sizes(q.shape[0], k_pool.shape[0], k_pool.shape[2])
+            self._passes[device] = composed.find_pass(
                 sizes, plan.slots, plan.nodes, plan.leaves, plan.reader_indptr, plan.readers
             )
-        return found
+        return self._passes[device]
 
     def _work_list(self, plan: Plan, q: Tensor, k_pool: Tensor) -> Tensor:
         """What all layers of the pass share where kernels do."""
@@ -387,7 +394,8 @@ class _Pages:
 
 def _packed(states: Tensor, dtype: torch.dtype) -> Tensor:
     """[batch, heads, q_len, head_dim] to [batch * q_len, heads, head_dim]."""
-    if states.shape[2] == 1 and not torch.compiler.is_compiling():  # whose passes look for the rest
+    # The passes that fuse compiled steps look for the other form.
+    if states.shape[2] == 1 and not torch.compiler.is_compiling():
         packed = states.squeeze(2)
     else:
         packed = states.transpose(1, 2).flatten(0, 1)

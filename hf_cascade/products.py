@@ -14,9 +14,9 @@ import torch
 
 def is_faster_by_cublaslt(num_rows: int) -> bool:
     """Whether a step of so many rows is, by a fixed rule."""
-    # The products of Llama-3.1-8B's shape on an H200: 3% faster with 8 to 16 rows by torch's own
-    # choice, with 48 to 112 rows (but 80: 1%) by 2 to 3% by cuBLASLt; with 128 rows alike, from 160
-    # on slower by 4%. See benchmarks/NOTES.md, "Generate, captured", 10.
+    # Products of Llama-3.1-8B's shape on an H200, by cuBLASLt instead of torch's own choice: 3%
+    # slower with 8 and 16 rows, 0.5 to 3% faster with 24 to 112, alike with 128, from 160 on 4%
+    # slower. See benchmarks/NOTES.md, "Generate, captured", 10.
     return 24 <= num_rows < 128
 
 

@@ -114,15 +114,8 @@ def _attend_shared(
     q: Tensor, k_pool: Tensor, v_pool: Tensor, read: Read, sm_scale: float
 ) -> tuple[Tensor, Tensor]:
     k, v = read.tokens.of(k_pool), read.tokens.of(v_pool)
-    num_tokens, num_q_heads, head_dim = q.shape
-    num_kv_heads = k.shape[1]
-    # Without a mask, the query heads of a group are just more rows of their KV head.
-    by_head = q.reshape(num_tokens, num_kv_heads, -1, head_dim).transpose(0, 1)
-    rows = by_head.reshape(1, num_kv_heads, -1, head_dim)
-    out, lse = _attend(rows, k, v, False, sm_scale)
-    out = out.reshape(by_head.shape).transpose(0, 1).reshape(q.shape)
-    lse = lse.reshape(by_head.shape[:-1]).transpose(0, 1).reshape(num_tokens, num_q_heads)
-    return out.contiguous(), lse.contiguous()
+    out, lse = _attend_all(q[None], k, v, sm_scale)
+    return out[0].contiguous(), lse[0].contiguous()
 
 
 def _attend_leaves(

@@ -26,7 +26,7 @@ def define(schema: str, *, implementation: Callable, fake: Callable) -> None:
     LIBRARY.define(f"composed_{schema}")
     LIBRARY.impl(f"composed_{name}", implementation, "CompositeExplicitAutograd")
     LIBRARY.impl(name, _with_kernels(name, implementation), "CompositeExplicitAutograd")
-    LIBRARY.impl(name, _refuse_gradients(name), "Autograd")
+    LIBRARY.impl(name, _without_gradient(name), "Autograd")
     torch.library.register_fake(f"hf_cascade::{name}", fake, lib=LIBRARY)
 
 
@@ -41,15 +41,20 @@ def _with_kernels(name: str, implementation: Callable) -> Callable:
     return served
 
 
-def _refuse_gradients(name: str) -> Callable:
+def refuse_gradients(name: str, *args: object) -> None:
+    """An error where one is asked for of an op's arguments."""
+    if torch.is_grad_enabled():
+        for value in args:
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                raise RuntimeError(
+                    f"hf_cascade::{name} is for inference and has no gradient; call it under "
+                    "torch.no_grad() or detach its inputs"
+                )
+
+
+def _without_gradient(name: str) -> Callable:
     def guarded(*args, **kwargs):
-        if torch.is_grad_enabled():
-            for value in (*args, *kwargs.values()):
-                if isinstance(value, torch.Tensor) and value.requires_grad:
-                    raise RuntimeError(
-                        f"hf_cascade::{name} is for inference and has no gradient; call it under "
-                        "torch.no_grad() or detach its inputs"
-                    )
+        refuse_gradients(name, *args, *kwargs.values())
         with torch._C._AutoDispatchBelowAutograd():
             return getattr(torch.ops.hf_cascade, name).default(*args, **kwargs)
 

@@ -48,7 +48,7 @@ class Tokens:
     def of(self, pool: Tensor) -> Tensor:
         """[num_nodes, num_kv_heads, kv_len, head_dim].
 
-        Copied, but where pages are consecutive in a pool whose memory runs [page, slot, head].
+        Copied, but where pages are consecutive in a pool whose slots are evenly spaced in memory.
         """
         if isinstance(self.pages, slice) and lies_by_slot(pool):
             page, head, slot, value = pool.stride()
@@ -58,13 +58,18 @@ class Tokens:
                 (pages // self.num_nodes * page, head, slot, value),
                 pool.storage_offset() + self.pages.start * page + self.first_slot * slot,
             )
+        by_head, seen = pool.transpose(0, 1), slice(self.first_slot, self.first_slot + self.kv_len)
+        if isinstance(self.pages, Tensor) and by_head.is_contiguous():  # a head's pages, whole
+            taken = by_head.index_select(1, self.pages)
+            tokens = taken.reshape(pool.shape[1], self.num_nodes, -1, pool.shape[3])
+            return tokens[:, :, seen].transpose(0, 1)
         slots = pool.transpose(1, 2)  # [pages, page_size, num_kv_heads, head_dim]
         if isinstance(self.pages, slice):
             taken = slots[self.pages]
         else:
             taken = slots.index_select(0, self.pages)
         tokens = taken.reshape(self.num_nodes, -1, *slots.shape[2:])
-        return tokens[:, self.first_slot : self.first_slot + self.kv_len].transpose(1, 2)
+        return tokens[:, seen].transpose(1, 2)
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hf_cascade.ops import composed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import (
@@ -509,6 +510,29 @@ def test_inference_mode_and_no_grad_take_turns():
             with context():
                 arguments = batch(tokens(length)) | SAMPLED
                 assert_same(run(stock, **arguments), run(model, **arguments))
+
+
+@pytest.mark.parametrize("prompts", [(tokens(5, 1), tokens(5, 2)), (tokens(9), tokens(9)[:7])])
+def test_gradients_asked_for_on_the_way_are_refused_and_leave_nothing_behind(prompts):
+    stock, model = new_model(), hf_cascade.patch(new_model(), strict=True, page_size=4)
+    arguments = batch(*prompts) | SAMPLED
+    asks = model.model.layers[0].register_forward_pre_hook(
+        lambda module, args: torch.set_grad_enabled(True) and None
+    )
+    with pytest.raises(RuntimeError, match=r"hf_cascade::\w+ is for inference and has no gradient"):
+        run(model, **arguments)
+    asks.remove()
+    with torch.enable_grad():
+        assert_same(run(stock, **arguments), run(model, **arguments))
+    assert not any(pool.requires_grad for pair in model.cascade.pool.layers() for pool in pair)
+
+
+def test_a_pass_is_found_once_for_all_layers(monkeypatch):
+    found, find_pass = [], composed.find_pass
+    monkeypatch.setattr(composed, "find_pass", lambda *args: found.append(args) or find_pass(*args))
+    model = hf_cascade.patch(new_model(num_hidden_layers=5), strict=True)
+    run(model, **RAGGED, **SAMPLED)
+    assert len(found) == 1 + model.cascade.stats.decode_steps
 
 
 def scripted(script: list[int]) -> dict:

@@ -39,6 +39,17 @@ def test_pools_may_lie_slot_by_slot(tree):
     assert_equals_sequences(build(replace(tree, by_slot=True)))
 
 
+@over_trees
+def test_what_fails_writes_nothing(tree):
+    tree_args = build(tree).before_append().args(ops.cascade_attention)
+    before = [tree_args[name].clone() for name in ("k_pool", "v_pool")]
+    args = tree_args | {"kv_len": tree_args["kv_len"] + 10_000}  # more than the pages hold
+    with pytest.raises(ValueError, match="kv_len"):
+        ops.cascade_attention(**args)
+    for pool, as_it_was in zip((args["k_pool"], args["v_pool"]), before, strict=True):
+        torch.testing.assert_close(pool, as_it_was, rtol=0, atol=0, equal_nan=True)
+
+
 @over_random_trees
 @given(trees(), st.integers(0, 9))
 def test_any_tree_equals_its_sequences(tree, seed):
