@@ -93,7 +93,7 @@ class CascadeCache(Cache):
         """Store the KV recorded last, then attend: the cascade of the blog.
 
         Eagerly that is one op or, where it would be composed of torch's, what it is composed of:
-        an op costs what a small model's layer does, and checks in each what a pass has in common.
+        the op's own cost, of so many arguments, shows in a small model's steps.
         Under torch.compile it is the blog's four, for `fuse_pass` to fuse as it does in any code
         that composes them. A fresh root alone needs no KV but its own.
 
@@ -128,7 +128,8 @@ class CascadeCache(Cache):
                 )  # fmt: skip
             else:
                 refuse_gradients("cascade_attention", q, k, v)
-                found = self._pass_on(v.device, q, k_pool, v_pool)
+                check_queries(q, k_pool, v_pool)  # what torch would take, some of it in silence
+                found = self._pass_on(v.device, q.shape[0], k_pool)
                 out, _ = composed.cascade_attention(q, k, v, k_pool, v_pool, found, scaling)
             return out.view(batch, q_len, *out.shape[1:])
         append_kv(k, v, k_pool, v_pool, plan.slots)
@@ -293,14 +294,11 @@ class CascadeCache(Cache):
         """The cache as the caller of `generate` gets it; it keeps the pages until dropped."""
         return ReturnedCache(self, on_close)
 
-    def _pass_on(
-        self, device: torch.device, q: Tensor, k_pool: Tensor, v_pool: Tensor
-    ) -> composed.Pass:
+    def _pass_on(self, device: torch.device, num_tokens: int, k_pool: Tensor) -> composed.Pass:
         """What all layers of the pass share where torch operators serve."""
         if device not in self._passes:
-            check_queries(q, k_pool, v_pool)
             plan = self._plan_on(device)
-            sizes = Sizes(q.shape[0], k_pool.shape[0], k_pool.shape[2])
+            sizes = Sizes(num_tokens, k_pool.shape[0], k_pool.shape[2])
             self._passes[device] = composed.find_pass(
                 sizes, plan.slots, plan.nodes, plan.leaves, plan.reader_indptr, plan.readers
             )

@@ -1,6 +1,6 @@
 """Checks at the boundary of the ops. Every message names the argument, the need and what came.
 
-They run in every layer of every step, so a message is made only when it is needed.
+They run in every call of an op, once a layer, so a message is made only when it is needed.
 """
 
 from __future__ import annotations

@@ -535,6 +535,15 @@ def test_a_pass_is_found_once_for_all_layers(monkeypatch):
     assert len(found) == 1 + model.cascade.stats.decode_steps
 
 
+def test_values_that_do_not_fit_their_keys_are_an_error_that_says_so():
+    model = hf_cascade.patch(new_model(), strict=True)
+    attention = model.model.layers[-1].self_attn
+    values = attention.v_proj
+    attention.v_proj = torch.nn.Linear(values.in_features, 2 * values.out_features, bias=False)
+    with pytest.raises(ValueError, match="v_pool must be like k_pool"):
+        run(model, **RAGGED, **SAMPLED)
+
+
 def scripted(script: list[int]) -> dict:
     """Arguments that make every row continue with the script, so that logits can be compared."""
     start = RAGGED["input_ids"].shape[1]
