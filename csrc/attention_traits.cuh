@@ -4,6 +4,7 @@
 #include <cuda.h>  // CUtensorMap
 
 #include "params.h"
+#include "partial_state.cuh"
 #include "ptx.cuh"
 #include "stage_rule.cuh"
 
@@ -94,7 +95,6 @@ struct Control {
   uint64_t queries_empty;       // all matrix warps are done with the item's q
   uint64_t targets_empty[2];
   Tile tiles[kMostStages];
-  Item item;  // the producer's current one
   Target targets[2][kRowsPerTile];
   int32_t tokens[kRowsPerTile];  // the producer's: rows of q of its item, if not consecutive
   LeafRing leaf_rings[kMostLeafWarps];
@@ -153,14 +153,14 @@ struct AttentionParams {
   CUtensorMap leaf_k_map, leaf_v_map;  // and for leaf warps' buffers
   CUtensorMap q_map;                   // q, for shared items; if has_q_map
   TreeParams tree;
-  const void* q;          // [num_tokens, num_q_heads, head_dim], strides below
-  const void* k_pool;     // [num_pages, num_kv_heads, page_size, head_dim]
-  const void* v_pool;     // like k_pool
-  void* out;              // [num_tokens, num_q_heads, head_dim]
-  float* lse;             // [num_tokens, num_q_heads], natural log
-  float* state_out;       // [num states, num_q_heads, head_dim], partial states, normalized
-  float* state_lse_log2;  // [num states, num_q_heads]
-  int32_t* ticket;        // [2], zero at the start: tickets drawn, of shared and of leaves' items
+  const void* q;               // [num_tokens, num_q_heads, head_dim], strides below
+  const void* k_pool;          // [num_pages, num_kv_heads, page_size, head_dim]
+  const void* v_pool;          // like k_pool
+  void* out;                   // [num_tokens, num_q_heads, head_dim]
+  float* lse;                  // [num_tokens, num_q_heads], natural log
+  __half* state_out;           // [num states, num_q_heads, head_dim], see partial_state.cuh
+  StateWeight* state_weights;  // [num states, num_q_heads]
+  int32_t* ticket;  // [2], zero at the start: tickets drawn, of shared and of leaves' items
   uint64_t num_pages;
   int64_t q_token_stride;  // in 16-byte chunks
   int64_t q_head_stride;

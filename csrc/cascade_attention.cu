@@ -211,9 +211,9 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   Tensor lse = torch::stable::new_empty(q, {num_tokens, num_q_heads}, ScalarType::Float);
   if (num_tokens == 0) return {out, lse};
   const Tensor state_out =
-      torch::stable::new_empty(q, {num_states, num_q_heads, head_dim}, ScalarType::Float);
-  const Tensor state_lse =
-      torch::stable::new_empty(q, {num_states, num_q_heads}, ScalarType::Float);
+      torch::stable::new_empty(q, {num_states, num_q_heads, head_dim}, ScalarType::Half);
+  const Tensor state_weights =
+      torch::stable::new_empty(q, {num_states, num_q_heads, 2}, ScalarType::Float);
 
   AttentionParams params = {};
   params.tree = tree;
@@ -223,8 +223,8 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   params.v_pool = v_pool.data_ptr();
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
-  params.state_out = static_cast<float*>(state_out.data_ptr());
-  params.state_lse_log2 = static_cast<float*>(state_lse.data_ptr());
+  params.state_out = static_cast<__half*>(state_out.data_ptr());
+  params.state_weights = static_cast<StateWeight*>(state_weights.data_ptr());
   params.ticket = static_cast<int32_t*>(ticket.data_ptr());
   params.may_start_early = may_start_early;
   params.q_token_stride = stride_in_chunks(q, 0);

@@ -6,13 +6,18 @@
 // left; an item is (node, KV split, query tile, kv head).
 //   Memory   K and V stream through rings in shared memory. A byte of a shared node comes from DRAM
 //            once and serves up to 128 query rows (a group's heads are rows) a tile.
-//   Writes   A query that has but one state: its row of `out` and `lse`. Else a float32 partial
-//            state to its place, for merge_paths.cuh, the kernel that follows.
+//   Writes   A query that has but one state: its row of `out` and `lse`. Else a partial state
+//            to its place, for merge_paths.cuh, the kernel that follows.
+//
+// In a model each launch finds its code in DRAM, behind the weights of a layer: of 10 to 20 us one
+// to three are waits for instructions. So what a decoding launch runs lies side by side, in the
+// order of this file, and the producer of the other kind comes last (benchmarks/NOTES.md, 16).
 #pragma once
 
 #include "leaf_warps.cuh"
 #include "matrix_warp.cuh"
-#include "producer.cuh"
+#include "node_producer.cuh"
+#include "query_producer.cuh"
 
 namespace hf_cascade {
 
@@ -123,12 +128,16 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
     }
   } else {
     ptx::give_registers<kOtherRegisters>();
-    if (warp == kProducerWarp) {
-      Producer<Traits>(params, shared).run(header, first_words);
+    if (warp == kProducerWarp && header.is_decode) {
+      NodeProducer<Traits>(params, shared).run(header, first_words);
       return;
     }
   }
-  LeafWarps<Traits>(params, shared, header).run(warp, first_words);
+  if (header.is_decode) {
+    LeafWarps<Traits>(params, shared, header).run(warp, first_words);
+  } else if (warp == kProducerWarp) {
+    QueryProducer<Traits>(params, shared).run(header);
+  }
 }
 
 }  // namespace hf_cascade

@@ -13,6 +13,7 @@
 #include <cstddef>
 
 #include "leaf_rows.cuh"
+#include "packed_rows.cuh"
 #include "page_window.cuh"
 #include "target_row.cuh"
 
@@ -283,23 +284,45 @@ class LeafWarp {
     return static_cast<const char*>(p_.q) + chunk * 16;
   }
 
-  // A row's values lie in the 8 lanes that share lane % 4.
+  // A row's values lie in the 8 lanes that share lane % 4: lane / 4 = i has i and i + 8 of every
+  // 16. (One branch for all: code that runs for the first time costs by the line.)
   __device__ void finish(const LeafTile& tile) {
+    using T = typename Traits::T;
+    constexpr int kSteps = LeafRows<Traits>::kDepthSteps;
+    const int first_row = 2 * (lane_ % 4), eighth = lane_ / 4;
     rows_.softmax.finish_sums();
+    if (tile.token < 0) return;
+    const bool exists[2] = {first_row < p_.group_size, first_row + 1 < p_.group_size};
+    const float normalizer[2] = {rows_.softmax.normalizer(0), rows_.softmax.normalizer(1)};
+    const auto value = [&](int r, int j) {
+      return make_float2(rows_.out[j][r], rows_.out[j][2 + r]);
+    };
+    const TargetRow<Traits> first(p_, tile.target, tile.head * p_.group_size + first_row);
+    if (tile.target >= 0) {
+      const auto packed = pack_rows<kSteps, 4, 32>(exists, normalizer, value);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = 2 * (lane_ % 4) + r;
-      if (row >= p_.group_size || tile.token < 0) continue;
-      const TargetRow<Traits> target(p_, tile.target, tile.head * p_.group_size + row);
-      const float normalizer = rows_.softmax.normalizer(r);
-      target.with_places([&](auto* places) {
+      for (int r = 0; r < 2; ++r) {
+        if (!exists[r]) continue;
+        __half* state = first.state(r);
 #pragma unroll
-        for (int j = 0; j < LeafRows<Traits>::kDepthSteps; ++j) {
-          write_by_eight(places, 16 * j, rows_.out[j][r] * normalizer,
-                         rows_.out[j][2 + r] * normalizer);
+        for (int j = 0; j < kSteps; ++j) {
+          __stcg(reinterpret_cast<uint32_t*>(state + 16 * j + 2 * eighth), packed.pairs[r][j]);
         }
-      });
-      if (lane_ < 4) target.write_lse(rows_.softmax.lse_log2(r));
+        if (eighth == 0) first.write_weight(r, {rows_.softmax.lse_log2(r), packed.scale[r]});
+      }
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (!exists[r]) continue;
+        T* out = first.out(r);
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+          const float2 pair = value(r, j);
+          out[16 * j + eighth] = from_float<T>(pair.x * normalizer[r]);
+          out[16 * j + eighth + 8] = from_float<T>(pair.y * normalizer[r]);
+        }
+        if (eighth == 0) first.write_lse(r, rows_.softmax.lse_log2(r));
+      }
     }
   }
 

@@ -9,6 +9,7 @@
 #include <cstddef>
 
 #include "attention_tile.cuh"
+#include "packed_rows.cuh"
 #include "target_row.cuh"
 
 namespace hf_cascade {
@@ -260,31 +261,53 @@ class MatrixWarp {
     if (!Traits::kQueriesInRegisters) release_queries();
     if (first_row() < tile.num_rows) {
       rows_.softmax.finish_sums();
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = row_of(r), t = row / p_.group_size;
-        if (row >= tile.num_rows || targets[t] == kNowhere) continue;
-        const int q_head = tile.head * p_.group_size + row - t * p_.group_size;
-        write_row(TargetRow<Traits>(p_, targets[t], q_head), r);
-      }
+      write_rows(tile, targets);
     }
     __syncwarp();
     if (lane_ == 0) ptx::barrier_arrive(&control_.targets_empty[tile.targets]);
   }
 
-  __device__ void write_row(const TargetRow<Traits>& target, int r) {
-    const float normalizer = rows_.softmax.normalizer(r);
-    target.with_places([&](auto* places) {
+  // Four lanes have a row: lane % 4 = q the columns 2 q and 2 q + 1 of every 8.
+  __device__ void write_rows(const Tile& tile, const Target* targets) {
+    constexpr int kSteps = Traits::kHeadDim / 8;
+    const int quarter = lane_ % 4;
+    int q_head[2];
+    Target target[2];
+    bool is_state[2];
+    float normalizer[2];
 #pragma unroll
-      for (int j = 0; j < Traits::kHeadDim / 8; j += 2) {
-        const auto pair = [&](int k) {
-          return make_float2(rows_.out[k][2 * r] * normalizer,
-                             rows_.out[k][2 * r + 1] * normalizer);
-        };
-        write_by_four(places, 8 * j, pair(j), pair(j + 1));
-      }
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(r), t = row / p_.group_size;
+      q_head[r] = tile.head * p_.group_size + row - t * p_.group_size;
+      target[r] = row < tile.num_rows ? targets[t] : kNowhere;
+      is_state[r] = target[r] >= 0;
+      normalizer[r] = rows_.softmax.normalizer(r);
+    }
+    const auto value = [&](int r, int j, int i) { return rows_.out[j][2 * r + i]; };
+    // Pairs of columns c and c + 8.
+    const auto packed = pack_rows<kSteps, 1, 4>(is_state, normalizer, [&](int r, int i) {
+      return make_float2(value(r, i / 2 * 2, i % 2), value(r, i / 2 * 2 + 1, i % 2));
     });
-    if (lane_ % 4 == 0) target.write_lse(rows_.softmax.lse_log2(r));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (target[r] == kNowhere) continue;
+      const TargetRow<Traits> row(p_, target[r], q_head[r]);
+      if (is_state[r]) {
+#pragma unroll
+        for (int j = 0; j < kSteps; j += 2) {
+          __stcg(reinterpret_cast<uint2*>(row.state(0) + 8 * j + 4 * quarter),
+                 make_uint2(packed.pairs[r][j], packed.pairs[r][j + 1]));
+        }
+        if (quarter == 0) row.write_weight(0, {rows_.softmax.lse_log2(r), packed.scale[r]});
+      } else {
+#pragma unroll
+        for (int j = 0; j < kSteps; ++j) {
+          *reinterpret_cast<uint32_t*>(row.out(0) + 8 * j + 2 * quarter) =
+              pack<T>(value(r, j, 0) * normalizer[r], value(r, j, 1) * normalizer[r]);
+        }
+        if (quarter == 0) row.write_lse(0, rows_.softmax.lse_log2(r));
+      }
+    }
   }
 
   const AttentionParams& p_;

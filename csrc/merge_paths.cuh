@@ -16,8 +16,8 @@
 
 #include "attention_state.cuh"
 #include "attention_traits.cuh"
+#include "partial_state.cuh"
 #include "ptx.cuh"
-#include "target_row.cuh"
 
 namespace hf_cascade {
 
@@ -26,6 +26,7 @@ constexpr int kMergeThreads = 32 * kMergeWarps;
 // A prefix in 8 splits and the leaf, which is frequent. More would leave a multiprocessor with
 // fewer rows.
 constexpr int kAtOnce = 9;
+constexpr int kGroup = 3 * kAtOnce;  // states whose weights a warp has at a time, a lane each
 
 // The weights of up to 32 more states: a lane's own, and what those seen before are worth now.
 struct MergeWeights {
@@ -63,45 +64,53 @@ struct MergedStates {
     for (float4& v : out) v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
   }
 
-  __device__ void add(float weight, const float4 (&other)[kParts]) {
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      out[part].x = fmaf(weight, other[part].x, out[part].x);
-      out[part].y = fmaf(weight, other[part].y, out[part].y);
-      out[part].z = fmaf(weight, other[part].z, out[part].z);
-      out[part].w = fmaf(weight, other[part].w, out[part].w);
-    }
+  __device__ void add(float weight, int part, const float4& other) {
+    out[part].x = fmaf(weight, other.x, out[part].x);
+    out[part].y = fmaf(weight, other.y, out[part].y);
+    out[part].z = fmaf(weight, other.z, out[part].z);
+    out[part].w = fmaf(weight, other.w, out[part].w);
   }
 
-  // The states [begin, end) of q_head.
-  __device__ void take(const AttentionParams& p, int begin, int end, int q_head) {
+  static __device__ float4 unpacked(const uint2& packed) {
+    const float2 a = __half22float2(reinterpret_cast<const __half2&>(packed.x));
+    const float2 b = __half22float2(reinterpret_cast<const __half2&>(packed.y));
+    return make_float4(a.x, a.y, b.x, b.y);
+  }
+
+  // num_states of q_head, from `begin` on.
+  __device__ void take(const AttentionParams& p, int begin, int num_states, int q_head) {
     const int num_q_heads = p.num_kv_heads * p.group_size, lane = threadIdx.x % 32;
-    const auto state_row = [&](int s) { return int64_t{s} * num_q_heads + q_head; };
-    for (int group = begin; group < end; group += 32) {
-      const int own = group + lane;
-      const float lse_log2 =
-          own < end ? __ldcg(p.state_lse_log2 + state_row(own)) : negative_infinity();
+    const int64_t first_row = int64_t{begin} * num_q_heads + q_head;
+    const StateWeight* own = p.state_weights + first_row + int64_t{lane} * num_q_heads;
+    const __half* next = p.state_out + first_row * kHeadDim + 4 * lane;
+    const int64_t step = int64_t{num_q_heads} * kHeadDim;
+    for (int group = 0; group < num_states; group += kGroup, own += kGroup * num_q_heads) {
+      float2 weight_and_scale = make_float2(negative_infinity(), 1.f);
+      if (lane < kGroup && group + lane < num_states) {
+        weight_and_scale = __ldcg(reinterpret_cast<const float2*>(own));
+      }
       float weight = 0.f;
-      for (int first = 0; first < 32 && group + first < end; first += kAtOnce) {
-        float4 loaded[kAtOnce][kParts] = {};
+      for (int first = 0; first < kGroup && group + first < num_states; first += kAtOnce) {
+        uint2 loaded[kAtOnce][kParts] = {};
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < kAtOnce; ++i, next += step) {
 #pragma unroll
           for (int part = 0; part < kParts; ++part) {
-            const int s = group + first + i, column = 128 * part + 4 * lane;
-            if (first + i >= 32 || s >= end || column >= kHeadDim) continue;
-            const float* place = p.state_out + state_row(s) * kHeadDim + column;
-            loaded[i][part] = __ldcg(reinterpret_cast<const float4*>(place));
+            if (group + first + i < num_states && 128 * part + 4 * lane < kHeadDim) {
+              loaded[i][part] = __ldcg(reinterpret_cast<const uint2*>(next + 128 * part));
+            }
           }
         }
         if (first == 0) {
           float keep;
-          weight = weights.push(lse_log2, keep);
+          weight = weights.push(weight_and_scale.x, keep) * weight_and_scale.y;
           scale(keep);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          add(__shfl_sync(~0u, weight, (first + i) % 32), loaded[i]);
+          const float factor = __shfl_sync(~0u, weight, first + i);
+#pragma unroll
+          for (int part = 0; part < kParts; ++part) add(factor, part, unpacked(loaded[i][part]));
         }
       }
     }
@@ -154,15 +163,16 @@ __global__ void __launch_bounds__(kMergeThreads)
 
   MergedStates<kHeadDim> states;
   const int64_t out_row = int64_t{token} * num_q_heads + q_head;
-  if (!is_divided) {
-    if (warp % kTogether > 0) return;
-    states.take(params, begin, end, q_head);
-    states.template write<T>(params, out_row);
+  const int num_states = end - begin;
+  const int share = is_divided ? ceil_div(num_states, kMergeWarps) : num_states;
+  const int before = kTogether > 1 ? min(num_states, warp * share) : 0;
+  // By a shuffle, so that the compiler knows that a warp's threads loop alike: half the code.
+  const int taken = __shfl_sync(~0u, min(share, num_states - before), 0);
+  states.take(params, begin + before, taken, q_head);
+  if (kTogether == 1 || !is_divided) {
+    if (warp % kTogether == 0) states.template write<T>(params, out_row);
     return;
   }
-  const int share = (end - begin + kMergeWarps - 1) / kMergeWarps;
-  const int own = begin + warp * share;
-  states.take(params, own, min(end, own + share), q_head);
   __shared__ MergedStates<kHeadDim> shared[kMergeWarps][32];
   if (warp > 0) shared[warp][threadIdx.x % 32] = states;
   __syncthreads();
@@ -174,7 +184,8 @@ __global__ void __launch_bounds__(kMergeThreads)
     const float keep = ptx::exp2_approx(states.weights.maximum - offset);
     const float weight = ptx::exp2_approx(other.weights.maximum - offset);
     states.scale(keep);
-    states.add(weight, other.out);
+#pragma unroll
+    for (int part = 0; part < states.kParts; ++part) states.add(weight, part, other.out[part]);
     states.weights.sum = states.weights.sum * keep + other.weights.sum * weight;
     states.weights.maximum = maximum;
   }

@@ -25,7 +25,7 @@ __device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const UnitDivider divider(lane);
   int shared_items = 0, shared_states = 0, leaf_items = 0, leaf_states = 0;
-  NodeTotals shared = {0, 0}, leaf = {0, 0};
+  NodeTotals shared = {}, leaf = {};
   const int num_entries = tables.num_shared_nodes + tree.num_seqs;
   for (int i = warp; i < num_entries; i += kWarps) {
     const Entry entry = find_entry(i, tree, tables, shape);
@@ -41,6 +41,7 @@ __device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
       leaf_states = add_capped(leaf_states, states);
       leaf.units = add_capped(leaf.units, int64_t{units} * entry.columns);
       leaf.longest = max(leaf.longest, units);
+      leaf.tokens = add_capped(leaf.tokens, int64_t{entry.kv_len} * entry.columns);
     } else {
       shared_items = add_capped(shared_items, items);
       shared_states = add_capped(shared_states, states);
@@ -62,6 +63,7 @@ __device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
     atomicMax(&sums.shared.longest, shared.longest);
     atomicAdd(&sums.leaf.units, leaf.units);
     atomicMax(&sums.leaf.longest, leaf.longest);
+    atomicAdd(&sums.leaf.tokens, leaf.tokens);
   }
 }
 

@@ -103,7 +103,7 @@ __host__ __device__ inline bool is_single(int num_readers, const WorkShape& shap
 
 // ---------------------------------------------------------------------- estimates
 
-constexpr float kTileUs = 0.89f;          // matrix warps, for 64 tokens
+constexpr float kTileUs = 0.9f;           // matrix warps, for 64 tokens
 constexpr float kSharedItemTiles = 2.2f;  // start and end of an item, in such tiles
 constexpr float kLeafUnitUs = 1.5f;       // a leaf warp, for 64 tokens
 constexpr float kLeafItemUs = 1.5f;       // start and end of an item
@@ -116,6 +116,7 @@ constexpr float kStateBytesPerUs = 4.4e6f / 2;  // written, then read by the ker
 struct NodeTotals {
   int units;    // of every (node, query tile, kv head)
   int longest;  // units of a node
+  int tokens;   // like units
 };
 
 __host__ __device__ inline float at_least(float a, float b) { return a > b ? a : b; }
@@ -123,7 +124,7 @@ __host__ __device__ inline float at_least(float a, float b) { return a > b ? a :
 // Writing and reading the partial states, and for a row the trips to those of its longest node.
 __host__ __device__ inline float merge_us(int num_states, int split_units, NodeTotals nodes,
                                           const WorkShape& shape) {
-  const float state_bytes = 8.f * shape.head_dim * (shape.num_kv_heads * shape.group_size);
+  const float state_bytes = 4.f * shape.head_dim * (shape.num_kv_heads * shape.group_size);
   const float trips =
       nodes.longest <= split_units ? 0.f : kMergeStateUs * nodes.longest / split_units;
   return num_states * state_bytes / kStateBytesPerUs + trips;
@@ -139,7 +140,7 @@ __host__ __device__ inline float shared_us(int num_items, int split_units, NodeT
 }
 
 __host__ __device__ inline float leaf_memory_us(NodeTotals nodes, const WorkShape& shape) {
-  return static_cast<float>(nodes.units) * kSplitUnit * 4.f * shape.head_dim / kBytesPerUs;
+  return static_cast<float>(nodes.tokens) * 4.f * shape.head_dim / kBytesPerUs;
 }
 
 // Matrix warps beside leaf warps: less than their sum, more than the longer of the two.

@@ -177,7 +177,6 @@ class TileLoader {
   const SharedMemory<Traits>& shared_;
   Control& control_;
   const int lane_;
-  bool is_decode_ = false;
   PageWindow window_;
   bool has_query_rows_ = false;  // q's place holds what load_query_rows wrote
   int num_stages_ = 0;           // of the ring

@@ -176,6 +176,25 @@ def test_logits_of_ten_thousand(tree, is_mixed):
     torch.testing.assert_close(lse, true[1], atol=2e-2, rtol=0)  # float32 has steps of 1e-3 there
 
 
+@pytest.mark.parametrize("has_one_prefix", [False, True])
+@pytest.mark.parametrize("sizes", [(1e-30, 1e30), (3e-6, 7e4), (1e-36, 0.0)], ids=str)
+def test_values_of_any_size(has_one_prefix, sizes):
+    """Partial states are fp16; the values of a bfloat16 model need not fit that, in any head."""
+    loners = build(replace(LONERS, num_kv_heads=2), torch.bfloat16)
+    paged = decode(5, num_kv_heads=2) if has_one_prefix else loners
+    args = on_gpu(paged, ops.cascade_attention)
+    for name in ("v", "v_pool"):
+        for head, size in enumerate(sizes):
+            args[name][:, head] *= size
+    out, lse = ops.cascade_attention(**args)
+    true = reference.cascade_attention(**args)
+    torch.testing.assert_close(lse, true[1], atol=1e-2, rtol=1e-3)
+    assert out.isfinite().all()
+    for head, size in enumerate(sizes):
+        actual, expected = (x.unflatten(1, (2, -1))[:, head].double() for x in (out, true[0]))
+        assert (actual - expected).abs().max() <= 2e-2 * size
+
+
 @pytest.mark.parametrize("op", [ops.prefix_attention, ops.suffix_attention])
 def test_rows_without_owner_are_empty(op):
     args = on_gpu(build(SMALL, torch.bfloat16), op)
