@@ -98,14 +98,15 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
   } else {
     const int least = sums.leaf_states[kNumCandidates - 1];
     const bool shared_fits = shared_states <= shape.max_states - least && lane > 0;
-    shared_choice =
-        find_cheapest(shared_fits ? beside_us(shared_time, memory_time) +
-                                        merge_us(shared_states, units, sums.shared, shape)
-                                  : kLastResort);
+    shared_choice = find_cheapest(
+        shared_fits ? beside_us(shared_time, memory_time) +
+                          merge_us(kSharedStateBytes, shared_states, units, sums.shared, shape)
+                    : kLastResort);
     const int left = shape.max_states - sums.shared_states[shared_choice];
-    leaf_choice = find_cheapest(leaf_states <= left
-                                    ? leaf_time + merge_us(leaf_states, units, sums.leaf, shape)
-                                    : kLastResort);
+    leaf_choice =
+        find_cheapest(leaf_states <= left ? leaf_time + merge_us(kLeafStateBytes, leaf_states,
+                                                                 units, sums.leaf, shape)
+                                          : kLastResort);
     if (!leaf_warps_read_leaves(shape)) leaf_choice = shared_choice;
     result.shared_split = kSplitUnit * candidate_units(shared_choice);
     result.leaf_split = kSplitUnit * candidate_units(leaf_choice);

@@ -103,12 +103,14 @@ __host__ __device__ inline bool is_single(int num_readers, const WorkShape& shap
 
 // ---------------------------------------------------------------------- estimates
 
-constexpr float kTileUs = 0.9f;           // matrix warps, for 64 tokens
+constexpr float kTileUs = 0.89f;          // matrix warps, for 64 tokens
 constexpr float kSharedItemTiles = 2.2f;  // start and end of an item, in such tiles
 constexpr float kLeafUnitUs = 1.5f;       // a leaf warp, for 64 tokens
 constexpr float kLeafItemUs = 1.5f;       // start and end of an item
 constexpr float kFullGridUs = 3.f;        // no CTA without items, whose place the next kernel takes
 constexpr float kMergeStateUs = 0.05f;    // a row's state, to be written and read
+// Of states, written and read. Leaf warps' cost more than their bytes: each is an item's end.
+constexpr float kSharedStateBytes = 4.f, kLeafStateBytes = 8.f;  // a value
 constexpr float kBytesPerUs = 4.4e6f;
 constexpr float kStateBytesPerUs = 4.4e6f / 2;  // written, then read by the kernel after it
 
@@ -122,9 +124,10 @@ struct NodeTotals {
 __host__ __device__ inline float at_least(float a, float b) { return a > b ? a : b; }
 
 // Writing and reading the partial states, and for a row the trips to those of its longest node.
-__host__ __device__ inline float merge_us(int num_states, int split_units, NodeTotals nodes,
-                                          const WorkShape& shape) {
-  const float state_bytes = 4.f * shape.head_dim * (shape.num_kv_heads * shape.group_size);
+__host__ __device__ inline float merge_us(float bytes_a_value, int num_states, int split_units,
+                                          NodeTotals nodes, const WorkShape& shape) {
+  const float state_bytes =
+      bytes_a_value * shape.head_dim * (shape.num_kv_heads * shape.group_size);
   const float trips =
       nodes.longest <= split_units ? 0.f : kMergeStateUs * nodes.longest / split_units;
   return num_states * state_bytes / kStateBytesPerUs + trips;
