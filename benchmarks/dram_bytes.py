@@ -47,6 +47,7 @@ METRICS = {
 LAYERS = 2  # of a shape that ncu sees: the checked one, and the one that counts
 LEAST_READ, MOST_READ = 0.95, 1.1  # x KV; less is a count that can't be
 HEADER_WORDS = 8  # of a work list, csrc/params.h
+STATE_BYTES = HEAD_DIM * 2 + 8  # of a row: fp16, lse and scale
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +104,7 @@ def run_layers() -> list[dict]:
         step.layer(1, work)
         torch.cuda.synchronize()
         states = num_scratch_states(work, shape.batch)
-        scratch_bytes = states * shape.num_q_heads * (HEAD_DIM + 1) * 4
+        scratch_bytes = states * shape.num_q_heads * STATE_BYTES
         counts.append({"shape": name, "kv": shape.kv_bytes(), "scratch": scratch_bytes})
         del step
         torch.cuda.empty_cache()

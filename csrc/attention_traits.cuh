@@ -153,14 +153,14 @@ struct AttentionParams {
   CUtensorMap leaf_k_map, leaf_v_map;  // and for leaf warps' buffers
   CUtensorMap q_map;                   // q, for shared items; if has_q_map
   TreeParams tree;
-  const void* q;               // [num_tokens, num_q_heads, head_dim], strides below
-  const void* k_pool;          // [num_pages, num_kv_heads, page_size, head_dim]
-  const void* v_pool;          // like k_pool
-  void* out;                   // [num_tokens, num_q_heads, head_dim]
-  float* lse;                  // [num_tokens, num_q_heads], natural log
-  __half* state_out;           // [num states, num_q_heads, head_dim], see partial_state.cuh
-  StateWeight* state_weights;  // [num states, num_q_heads]
-  int32_t* ticket;  // [2], zero at the start: tickets drawn, of shared and of leaves' items
+  const void* q;           // [num_tokens, num_q_heads, head_dim], strides below
+  const void* k_pool;      // [num_pages, num_kv_heads, page_size, head_dim]
+  const void* v_pool;      // like k_pool
+  void* out;               // [num_tokens, num_q_heads, head_dim]
+  float* lse;              // [num_tokens, num_q_heads], natural log
+  __half* state_out;       // [num states, num_q_heads, head_dim], see partial_state.cuh
+  LseAndScale* state_lse;  // [num states, num_q_heads]
+  int32_t* ticket;         // [2], zero at the start: tickets drawn, of shared and of leaves' items
   uint64_t num_pages;
   int64_t q_token_stride;  // in 16-byte chunks
   int64_t q_head_stride;

@@ -212,7 +212,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   if (num_tokens == 0) return {out, lse};
   const Tensor state_out =
       torch::stable::new_empty(q, {num_states, num_q_heads, head_dim}, ScalarType::Half);
-  const Tensor state_weights =
+  const Tensor state_lse =
       torch::stable::new_empty(q, {num_states, num_q_heads, 2}, ScalarType::Float);
 
   AttentionParams params = {};
@@ -224,7 +224,7 @@ State attend(const Tensor& q, const Tensor& k_pool, const Tensor& v_pool, const 
   params.out = out.data_ptr();
   params.lse = static_cast<float*>(lse.data_ptr());
   params.state_out = static_cast<__half*>(state_out.data_ptr());
-  params.state_weights = static_cast<StateWeight*>(state_weights.data_ptr());
+  params.state_lse = static_cast<LseAndScale*>(state_lse.data_ptr());
   params.ticket = static_cast<int32_t*>(ticket.data_ptr());
   params.may_start_early = may_start_early;
   params.q_token_stride = stride_in_chunks(q, 0);

@@ -11,7 +11,8 @@
 namespace hf_cascade {
 
 constexpr int kRoomyRows = 32;  // of the merge: (query token, head); of more, none was faster
-constexpr int kRowsPerMultiprocessor = 8;  // CTAs of four warps and 64 registers, a row each
+constexpr int kRowsPerMultiprocessor =
+    8;  // CTAs of four warps and 64 registers at most, a row each
 
 // num_rows: of the merge. has_early_launch: of the GPU, see checks.h.
 constexpr int num_attention_ctas(int num_multiprocessors, int64_t num_rows, bool has_early_launch) {

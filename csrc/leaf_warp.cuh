@@ -308,7 +308,7 @@ class LeafWarp {
         for (int j = 0; j < kSteps; ++j) {
           __stcg(reinterpret_cast<uint32_t*>(state + 16 * j + 2 * eighth), packed.pairs[r][j]);
         }
-        if (eighth == 0) first.write_weight(r, {rows_.softmax.lse_log2(r), packed.scale[r]});
+        if (eighth == 0) first.write_state_lse(r, {rows_.softmax.lse_log2(r), packed.scale[r]});
       }
     } else {
 #pragma unroll

@@ -298,7 +298,7 @@ class MatrixWarp {
           __stcg(reinterpret_cast<uint2*>(row.state(0) + 8 * j + 4 * quarter),
                  make_uint2(packed.pairs[r][j], packed.pairs[r][j + 1]));
         }
-        if (quarter == 0) row.write_weight(0, {rows_.softmax.lse_log2(r), packed.scale[r]});
+        if (quarter == 0) row.write_state_lse(0, {rows_.softmax.lse_log2(r), packed.scale[r]});
       } else {
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {

@@ -2,7 +2,8 @@
 //
 // A warp owns one row (sequence, q head) or, where rows are few, four warps do, each a quarter of
 // its states; a lane owns a state's weight, and four values of the row.
-//   Memory   the row's states, just written by the attention kernel, from L2: their lse and kAtOnce
+//   Memory   the row's states, just written by the attention kernel, from L2: their lse, and
+//   kAtOnce
 //            of their rows are under way at the same time, so a row of few states waits once.
 //   Compute  weights 2^(lse - maximum) by all lanes at once, then the weighted sum in their order,
 //            root to leaf: who wrote first does not show.
@@ -26,7 +27,8 @@ constexpr int kMergeThreads = 32 * kMergeWarps;
 // A prefix in 8 splits and the leaf, which is frequent. More would leave a multiprocessor with
 // fewer rows.
 constexpr int kAtOnce = 9;
-constexpr int kGroup = 3 * kAtOnce;  // states whose weights a warp has at a time, a lane each
+// States whose weights a warp has at a time, a lane each: whole rounds.
+constexpr int kGroup = 3 * kAtOnce;
 
 // The weights of up to 32 more states: a lane's own, and what those seen before are worth now.
 struct MergeWeights {
@@ -59,7 +61,7 @@ struct MergedStates {
   float4 out[kParts] = {};
   MergeWeights weights;
 
-  __device__ void scale(float factor) {
+  __device__ void shrink(float factor) {
 #pragma unroll
     for (float4& v : out) v.x *= factor, v.y *= factor, v.z *= factor, v.w *= factor;
   }
@@ -81,13 +83,13 @@ struct MergedStates {
   __device__ void take(const AttentionParams& p, int begin, int num_states, int q_head) {
     const int num_q_heads = p.num_kv_heads * p.group_size, lane = threadIdx.x % 32;
     const int64_t first_row = int64_t{begin} * num_q_heads + q_head;
-    const StateWeight* own = p.state_weights + first_row + int64_t{lane} * num_q_heads;
+    const LseAndScale* own = p.state_lse + first_row + int64_t{lane} * num_q_heads;
     const __half* next = p.state_out + first_row * kHeadDim + 4 * lane;
     const int64_t step = int64_t{num_q_heads} * kHeadDim;
     for (int group = 0; group < num_states; group += kGroup, own += kGroup * num_q_heads) {
-      float2 weight_and_scale = make_float2(negative_infinity(), 1.f);
+      float2 lse_and_scale = make_float2(negative_infinity(), 1.f);
       if (lane < kGroup && group + lane < num_states) {
-        weight_and_scale = __ldcg(reinterpret_cast<const float2*>(own));
+        lse_and_scale = __ldcg(reinterpret_cast<const float2*>(own));
       }
       float weight = 0.f;
       for (int first = 0; first < kGroup && group + first < num_states; first += kAtOnce) {
@@ -103,8 +105,8 @@ struct MergedStates {
         }
         if (first == 0) {
           float keep;
-          weight = weights.push(weight_and_scale.x, keep) * weight_and_scale.y;
-          scale(keep);
+          weight = weights.push(lse_and_scale.x, keep) * lse_and_scale.y;
+          shrink(keep);
         }
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
@@ -138,9 +140,9 @@ struct MergedStates {
 
 constexpr int64_t kFewRows = 1024;
 
-// kTogether: warps a row, 1 or all of the CTA's.
+// kTogether: warps a row, 1 or all of the CTA's. 8 CTAs fit a multiprocessor: grid_rule.cuh.
 template <typename T, int kHeadDim, int kTogether>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeThreads, 8)
     merge_paths_kernel(const __grid_constant__ AttentionParams params) {
   ptx::let_next_kernel_start();
   // The work list is older than the kernel before us: these loads need not wait for it.
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     const float offset = maximum == negative_infinity() ? 0.f : maximum;
     const float keep = ptx::exp2_approx(states.weights.maximum - offset);
     const float weight = ptx::exp2_approx(other.weights.maximum - offset);
-    states.scale(keep);
+    states.shrink(keep);
 #pragma unroll
     for (int part = 0; part < states.kParts; ++part) states.add(weight, part, other.out[part]);
     states.weights.sum = states.weights.sum * keep + other.weights.sum * weight;

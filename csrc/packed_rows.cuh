@@ -22,11 +22,12 @@ struct PackedRows {
 
 // Of a warp's rows each lane has kPairs pairs of values of two, value(row, i), and the lanes that
 // differ from it in the bits from kFirstLane to below kEndLane have the rest of these. They are
-// stored times normalizer[row], if counts[row].
+// stored times normalizer[row], if exists[row]. What becomes of a row depends on nothing else.
 template <int kPairs, int kFirstLane, int kEndLane, typename Value>
-__device__ __forceinline__ PackedRows<kPairs> pack_rows(const bool (&counts)[2],
+__device__ __forceinline__ PackedRows<kPairs> pack_rows(const bool (&exists)[2],
                                                         const float (&normalizer)[2], Value value) {
   PackedRows<kPairs> packed;
+  bool counts[2] = {exists[0], exists[1]};
   int exponent[2] = {0, 0};
 #pragma unroll 1  // hardly ever more than once
   for (;;) {
@@ -55,7 +56,11 @@ __device__ __forceinline__ PackedRows<kPairs> pack_rows(const bool (&counts)[2],
       for (int lane = kFirstLane; lane < kEndLane; lane *= 2) {
         largest[row] = fmaxf(largest[row], __shfl_xor_sync(~0u, largest[row], lane));
       }
-      const int more = counts[row] ? rescaling(largest[row], exponent[row]) : 0;
+      int more = counts[row] ? rescaling(largest[row], exponent[row]) : 0;
+      if (counts[row] && largest[row] > kMostLargest && more == 0) {
+        more = -exponent[row];  // infinite: its other values are to stay what they are
+        counts[row] = false;
+      }
       exponent[row] += more;
       changes |= more != 0;
     }

@@ -9,7 +9,7 @@
 namespace hf_cascade {
 
 // Beside a row's values.
-struct alignas(8) StateWeight {
+struct alignas(8) LseAndScale {
   float lse_log2;
   float scale;  // stored values times this are the row's
 };
@@ -18,12 +18,16 @@ struct alignas(8) StateWeight {
 // the smallest of them.
 constexpr float kLeastLargest = 1.f / 4096, kMostLargest = 65504.f;
 
+// Exponents that serve any finite row: of the largest float, and of what is left of 2^-126.
+constexpr int kMostExponent = 112, kLeastExponent = -120;
+
 // By how many powers of two more a row is to be divided, whose stored values are at most `largest`
 // (infinite: too large for fp16) when they are divided by 2^exponent; 0: it fits, or nothing helps.
 __host__ __device__ constexpr int rescaling(float largest, int exponent) {
-  if (largest > kMostLargest) return exponent < 112 ? 16 : 0;
-  if (largest < kLeastLargest) return exponent > -120 ? -12 : 0;
-  return 0;
+  if (largest > kMostLargest) return exponent < kMostExponent ? 16 : 0;
+  if (largest >= kLeastLargest) return 0;
+  const int step = largest > 0.f ? -12 : -36;  // 0 may be any value below 2^-25
+  return step > kLeastExponent - exponent ? step : kLeastExponent - exponent;
 }
 
 // A row's 16 values from `column` on, a multiple of 16, lie in an order of their own,

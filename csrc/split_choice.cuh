@@ -10,6 +10,7 @@ struct CandidateSums {
   int32_t shared_items[kNumCandidates], shared_states[kNumCandidates];
   int32_t leaf_items[kNumCandidates], leaf_states[kNumCandidates];
   NodeTotals shared, leaf;
+  int32_t leaf_boxes;  // of kBoxTokens, like units
 };
 
 constexpr int kMostCounted = 1 << 25;  // a warp's sums stop here: more do not fit any scratch
@@ -25,7 +26,8 @@ __device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const UnitDivider divider(lane);
   int shared_items = 0, shared_states = 0, leaf_items = 0, leaf_states = 0;
-  NodeTotals shared = {}, leaf = {};
+  NodeTotals shared = {0, 0}, leaf = {0, 0};
+  int leaf_boxes = 0;
   const int num_entries = tables.num_shared_nodes + tree.num_seqs;
   for (int i = warp; i < num_entries; i += kWarps) {
     const Entry entry = find_entry(i, tree, tables, shape);
@@ -41,7 +43,8 @@ __device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
       leaf_states = add_capped(leaf_states, states);
       leaf.units = add_capped(leaf.units, int64_t{units} * entry.columns);
       leaf.longest = max(leaf.longest, units);
-      leaf.tokens = add_capped(leaf.tokens, int64_t{entry.kv_len} * entry.columns);
+      const int boxes = ceil_div(entry.kv_len, kBoxTokens);
+      leaf_boxes = add_capped(leaf_boxes, int64_t{boxes} * entry.columns);
     } else {
       shared_items = add_capped(shared_items, items);
       shared_states = add_capped(shared_states, states);
@@ -63,7 +66,7 @@ __device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
     atomicMax(&sums.shared.longest, shared.longest);
     atomicAdd(&sums.leaf.units, leaf.units);
     atomicMax(&sums.leaf.longest, leaf.longest);
-    atomicAdd(&sums.leaf.tokens, leaf.tokens);
+    atomicAdd(&sums.leaf_boxes, leaf_boxes);
   }
 }
 
@@ -86,8 +89,9 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
   const int shared_states = sums.shared_states[lane], leaf_states = sums.leaf_states[lane];
   const float shared_time = shared_us(sums.shared_items[lane], units, sums.shared, shape);
   const int leaf_warps = sums.shared_items[0] == 0 ? kMostLeafWarps : kLeafWarps;
-  const float memory_time = leaf_memory_us(sums.leaf, shape);
-  const float leaf_time = leaf_us(sums.leaf_items[lane], units, sums.leaf, leaf_warps, shape);
+  const float memory_time = leaf_memory_us(sums.leaf_boxes, shape);
+  const float leaf_time =
+      leaf_us(sums.leaf_items[lane], units, sums.leaf, memory_time, leaf_warps, shape);
   constexpr float kLastResort = 1e30f;  // the last candidate always fits: one split a node
   SplitChoice result;
   int shared_choice, leaf_choice;

@@ -109,16 +109,15 @@ constexpr float kLeafUnitUs = 1.5f;       // a leaf warp, for 64 tokens
 constexpr float kLeafItemUs = 1.5f;       // start and end of an item
 constexpr float kFullGridUs = 3.f;        // no CTA without items, whose place the next kernel takes
 constexpr float kMergeStateUs = 0.05f;    // a row's state, to be written and read
-// Of states, written and read. Leaf warps' cost more than their bytes: each is an item's end.
-constexpr float kSharedStateBytes = 4.f, kLeafStateBytes = 8.f;  // a value
 constexpr float kBytesPerUs = 4.4e6f;
-constexpr float kStateBytesPerUs = 4.4e6f / 2;  // written, then read by the kernel after it
+// What a value of a partial state costs, as if it were so many bytes from memory: twice the 4 that
+// are written and read; a leaf warp's, whose items have fewer rows, four times.
+constexpr float kSharedStateBytes = 8.f, kLeafStateBytes = 16.f;
 
 // What the nodes that one kind of warp reads add up to.
 struct NodeTotals {
   int units;    // of every (node, query tile, kv head)
   int longest;  // units of a node
-  int tokens;   // like units
 };
 
 __host__ __device__ inline float at_least(float a, float b) { return a > b ? a : b; }
@@ -130,7 +129,7 @@ __host__ __device__ inline float merge_us(float bytes_a_value, int num_states, i
       bytes_a_value * shape.head_dim * (shape.num_kv_heads * shape.group_size);
   const float trips =
       nodes.longest <= split_units ? 0.f : kMergeStateUs * nodes.longest / split_units;
-  return num_states * state_bytes / kStateBytesPerUs + trips;
+  return num_states * state_bytes / kBytesPerUs + trips;
 }
 
 __host__ __device__ inline float shared_us(int num_items, int split_units, NodeTotals nodes,
@@ -142,8 +141,9 @@ __host__ __device__ inline float shared_us(int num_items, int split_units, NodeT
   return kTileUs * at_least(all, kSharedItemTiles + longest);
 }
 
-__host__ __device__ inline float leaf_memory_us(NodeTotals nodes, const WorkShape& shape) {
-  return static_cast<float>(nodes.tokens) * 4.f * shape.head_dim / kBytesPerUs;
+// boxes: of kBoxTokens, of every (node, kv head) that leaf warps read.
+__host__ __device__ inline float leaf_memory_us(int boxes, const WorkShape& shape) {
+  return static_cast<float>(boxes) * (kBoxTokens * 4.f) * shape.head_dim / kBytesPerUs;
 }
 
 // Matrix warps beside leaf warps: less than their sum, more than the longer of the two.
@@ -151,9 +151,10 @@ __host__ __device__ inline float beside_us(float us, float other_us) {
   return cbrtf(us * us * us + other_us * other_us * other_us);
 }
 
-// num_leaf_warps: of a CTA, from the start.
+// memory_us: of the same leaves. num_leaf_warps: of a CTA, from the start.
 __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTotals nodes,
-                                         int num_leaf_warps, const WorkShape& shape) {
+                                         float memory_us, int num_leaf_warps,
+                                         const WorkShape& shape) {
   if (num_items == 0) return 0.f;
   const int longest = split_units < nodes.longest ? split_units : nodes.longest;
   const int num_warps = num_leaf_warps * shape.num_ctas;
@@ -168,8 +169,7 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
   const float in_last_round = ceil_div(num_items, most_warps) - rounds;
   const float idle = rounds > 1.f ? at_least(0.5f, in_last_round) : is_alone ? 0.4f : 0.5f;
   const bool is_full = is_alone && num_items >= shape.num_ctas;
-  return (is_full ? kFullGridUs : 0.f) +
-         at_least(at_least(all, last), leaf_memory_us(nodes, shape) + idle * last);
+  return (is_full ? kFullGridUs : 0.f) + at_least(at_least(all, last), memory_us + idle * last);
 }
 
 }  // namespace hf_cascade

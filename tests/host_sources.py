@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,16 @@ import pytest
 from hf_cascade.ops import kernels
 
 COMPILER = shutil.which("c++") or shutil.which("g++")
+
+
+def _find_cuda_headers() -> Path | None:
+    homes = [Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"))]
+    if nvcc := shutil.which("nvcc"):
+        homes.append(Path(nvcc).resolve().parents[1])
+    return next((h / "include" for h in homes if (h / "include/cuda_fp16.h").is_file()), None)
+
+
+CUDA_HEADERS = _find_cuda_headers()
 
 can_compile = [
     pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine"),
@@ -28,6 +39,8 @@ def compile_host(source: str, folder: Path) -> ctypes.CDLL:
     (folder / "ptx.cuh").write_text("")  # beside those who include it
     library = folder / f"{Path(source).stem}.so"
     flags = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", f"-I{folder}"]
+    if CUDA_HEADERS:
+        flags += ["-isystem", str(CUDA_HEADERS)]
     command = [str(COMPILER), *flags, str(tests / source), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
