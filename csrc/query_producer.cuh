@@ -31,6 +31,7 @@ class QueryProducer : ItemTiles<Traits> {
 
  private:
   using Base = ItemTiles<Traits>;
+  using Base::kTokensPerLane;
   using typename Base::Targets;
 
   __device__ void send_item(int ticket) {
@@ -103,7 +104,7 @@ class QueryProducer : ItemTiles<Traits> {
   // Rows of `out`.
   __device__ Targets find_targets() const {
     Targets targets;
-    for (int i = 0; i < Base::kTokensPerLane; ++i) targets.of[i] = ~(first_token_ + lane_ + 32 * i);
+    for (int i = 0; i < kTokensPerLane; ++i) targets.of[i] = ~(first_token_ + lane_ + 32 * i);
     return targets;
   }
 
