@@ -261,51 +261,59 @@ class MatrixWarp {
     if (!Traits::kQueriesInRegisters) release_queries();
     if (first_row() < tile.num_rows) {
       rows_.softmax.finish_sums();
-      write_rows(tile, targets);
+      if constexpr (Traits::kHeadDim <= 128) {
+        write_rows<0, 2>(tile, targets);
+      } else {  // two packed at once would spill
+        write_rows<0, 1>(tile, targets);
+        write_rows<1, 1>(tile, targets);
+      }
     }
     __syncwarp();
     if (lane_ == 0) ptx::barrier_arrive(&control_.targets_empty[tile.targets]);
   }
 
-  // Four lanes have a row: lane % 4 = q the columns 2 q and 2 q + 1 of every 8.
+  // kRows of the thread's two, from the kFirst-th on. Four lanes have a row: lane % 4 = q the
+  // columns 2 q and 2 q + 1 of every 8.
+  template <int kFirst, int kRows>
   __device__ void write_rows(const Tile& tile, const Target* targets) {
     constexpr int kSteps = Traits::kHeadDim / 8;
     const int quarter = lane_ % 4;
-    int q_head[2];
-    Target target[2];
-    bool is_state[2];
-    float normalizer[2];
+    int q_head[kRows];
+    Target target[kRows];
+    bool is_state[kRows];
+    float normalizer[kRows];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = row_of(r), t = row / p_.group_size;
+    for (int r = 0; r < kRows; ++r) {
+      const int row = row_of(kFirst + r), t = row / p_.group_size;
       q_head[r] = tile.head * p_.group_size + row - t * p_.group_size;
       target[r] = row < tile.num_rows ? targets[t] : kNowhere;
       is_state[r] = target[r] >= 0;
-      normalizer[r] = rows_.softmax.normalizer(r);
+      normalizer[r] = rows_.softmax.normalizer(kFirst + r);
     }
-    const auto value = [&](int r, int j, int i) { return rows_.out[j][2 * r + i]; };
+    const auto value = [&](int r, int j, int i) { return rows_.out[j][2 * (kFirst + r) + i]; };
     // Pairs of columns c and c + 8.
     const auto packed = pack_rows<kSteps, 1, 4>(is_state, normalizer, [&](int r, int i) {
       return make_float2(value(r, i / 2 * 2, i % 2), value(r, i / 2 * 2 + 1, i % 2));
     });
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int r = 0; r < kRows; ++r) {
       if (target[r] == kNowhere) continue;
       const TargetRow<Traits> row(p_, target[r], q_head[r]);
+      const float lse_log2 = rows_.softmax.lse_log2(kFirst + r);
       if (is_state[r]) {
 #pragma unroll
         for (int j = 0; j < kSteps; j += 2) {
           __stcg(reinterpret_cast<uint2*>(row.state(0) + 8 * j + 4 * quarter),
                  make_uint2(packed.pairs[r][j], packed.pairs[r][j + 1]));
         }
-        if (quarter == 0) row.write_state_lse(0, {rows_.softmax.lse_log2(r), packed.scale[r]});
+        if (quarter == 0) row.write_state_lse(0, {lse_log2, packed.scale[r]});
       } else {
 #pragma unroll
         for (int j = 0; j < kSteps; ++j) {
           *reinterpret_cast<uint32_t*>(row.out(0) + 8 * j + 2 * quarter) =
               pack<T>(value(r, j, 0) * normalizer[r], value(r, j, 1) * normalizer[r]);
         }
-        if (quarter == 0) row.write_lse(0, rows_.softmax.lse_log2(r));
+        if (quarter == 0) row.write_lse(0, lse_log2);
       }
     }
   }

@@ -13,28 +13,31 @@ __device__ __forceinline__ float power_of_two(int exponent) {
   return __int_as_float((exponent + 127) << 23);
 }
 
-// Two rows as they are stored.
-template <int kPairs>
+// Rows as they are stored.
+template <int kPairs, int kRows>
 struct PackedRows {
-  uint32_t pairs[2][kPairs];
-  float scale[2];
+  uint32_t pairs[kRows][kPairs];
+  float scale[kRows];
 };
 
-// Of a warp's rows each lane has kPairs pairs of values of two, value(row, i), and the lanes that
+// Of a warp's rows each lane has kPairs pairs of values of kRows, value(row, i), and the lanes that
 // differ from it in the bits from kFirstLane to below kEndLane have the rest of these. They are
 // stored times normalizer[row], if exists[row]. What becomes of a row depends on nothing else.
-template <int kPairs, int kFirstLane, int kEndLane, typename Value>
-__device__ __forceinline__ PackedRows<kPairs> pack_rows(const bool (&exists)[2],
-                                                        const float (&normalizer)[2], Value value) {
-  PackedRows<kPairs> packed;
-  bool counts[2] = {exists[0], exists[1]};
-  int exponent[2] = {0, 0};
+template <int kPairs, int kFirstLane, int kEndLane, int kRows, typename Value>
+__device__ __forceinline__ PackedRows<kPairs, kRows> pack_rows(const bool (&exists)[kRows],
+                                                               const float (&normalizer)[kRows],
+                                                               Value value) {
+  PackedRows<kPairs, kRows> packed;
+  bool counts[kRows];
+  int exponent[kRows] = {};
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) counts[row] = exists[row];
 #pragma unroll 1  // hardly ever more than once
   for (;;) {
-    float largest[2];
+    float largest[kRows];
     bool fits = true;
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    for (int row = 0; row < kRows; ++row) {
       const float factor = normalizer[row] * power_of_two(-exponent[row]);
       __half2 most = __float2half2_rn(0.f);
 #pragma unroll
@@ -51,7 +54,7 @@ __device__ __forceinline__ PackedRows<kPairs> pack_rows(const bool (&exists)[2],
     if (__all_sync(~0u, fits)) break;
     bool changes = false;
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
+    for (int row = 0; row < kRows; ++row) {
 #pragma unroll
       for (int lane = kFirstLane; lane < kEndLane; lane *= 2) {
         largest[row] = fmaxf(largest[row], __shfl_xor_sync(~0u, largest[row], lane));
@@ -67,7 +70,7 @@ __device__ __forceinline__ PackedRows<kPairs> pack_rows(const bool (&exists)[2],
     if (!__any_sync(~0u, changes)) break;
   }
 #pragma unroll
-  for (int row = 0; row < 2; ++row) packed.scale[row] = power_of_two(exponent[row]);
+  for (int row = 0; row < kRows; ++row) packed.scale[row] = power_of_two(exponent[row]);
   return packed;
 }
 
