@@ -2,9 +2,9 @@
 //
 // A warp owns one row (sequence, q head) or, where rows are few, four warps do, each a quarter of
 // its states; a lane owns a state's weight, and four values of the row.
-//   Memory   the row's states, just written by the attention kernel, from L2: their lse, and
-//   kAtOnce
-//            of their rows are under way at the same time, so a row of few states waits once.
+//   Memory   the row's states, just written by the attention kernel, from L2: their lse and scales,
+//            and kAtOnce of their rows are under way at the same time, so a row of few states waits
+//            once.
 //   Compute  weights 2^(lse - maximum) by all lanes at once, then the weighted sum in their order,
 //            root to leaf: who wrote first does not show.
 //   Writes   the row of `out` and its lse. Rows that have but one state were written by the

@@ -29,9 +29,9 @@ class TargetRow {
   __device__ __half* state(int head) const {
     return p_.state_out + (row_ + head) * Traits::kHeadDim;
   }
-  __device__ void write_state_lse(int head, const LseAndScale& weight) const {
+  __device__ void write_state_lse(int head, const LseAndScale& own) const {
     __stcg(reinterpret_cast<float2*>(p_.state_lse + row_ + head),
-           make_float2(weight.lse_log2, weight.scale));
+           make_float2(own.lse_log2, own.scale));
   }
 
  private:
