@@ -1,6 +1,6 @@
-// Which warps of a CTA take leaves' items, and where: three of their own, or two where items are so
-// few that buffers are worth more. Three matrix warps join them: from the start where there is
-// nothing shared, else, in the stages of their ring, once nothing shared is left.
+// Which warps of a CTA take leaves' items, and where: three of their own, or two where buffers are
+// worth more (stage_rule.cuh). Three matrix warps join them: from the start where there is nothing
+// shared, else, in the stages of their ring, once nothing shared is left.
 #pragma once
 
 #include "leaf_warp.cuh"
@@ -15,11 +15,8 @@ class LeafWarps {
       : p_(params), shared_(shared), header_(header) {
     num_ring_stages_ = shared.num_ring_stages(header);
     is_alone_ = header.num_shared_items == 0;
-    // For each warp of its own one, or two where they take long, beside matrix warps.
-    const int few = (is_alone_ ? 1 : 2) * kLeafWarps * static_cast<int>(gridDim.x);
-    has_many_items_ = header.num_leaf_items > few;
-    num_warps_ =
-        num_within(is_alone_ && has_many_items_ ? kMostLeafWarps : kLeafWarps, num_leaf_stages());
+    num_warps_ = num_within(is_alone_ && header.all_leaf_warps ? kMostLeafWarps : kLeafWarps,
+                            num_leaf_stages());
   }
 
   // Which of them a warp of the CTA is.
@@ -46,11 +43,10 @@ class LeafWarps {
  private:
   __device__ int num_leaf_stages() const { return shared_.num_stages - num_ring_stages_; }
 
-  // Warps that can have a buffer each. Where items are few, two buffers for each of two warps are
-  // better than more warps.
+  // Warps that can have a buffer each or, where not all take items, two.
   __device__ int num_within(int num_warps, int num_stages) const {
     const int buffers = num_stages * Traits::kStageBytes / Traits::kBufferBytes;
-    return min(num_warps, has_many_items_ || buffers < 4 ? buffers : buffers / 2);
+    return min(num_warps, header_.all_leaf_warps || buffers < 4 ? buffers : buffers / 2);
   }
 
   // The index-th of num_warps that share these stages.
@@ -67,7 +63,7 @@ class LeafWarps {
   const AttentionParams& p_;
   const SharedMemory<Traits>& shared_;
   const WorkHeader& header_;
-  bool is_alone_, has_many_items_;
+  bool is_alone_;
   int num_ring_stages_, num_warps_;
 };
 

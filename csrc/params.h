@@ -37,6 +37,7 @@ struct WorkHeader {
   int32_t shared_stages;     // of the CTA's stages, those of matrix warps; leaf warps have the rest
   int32_t shared_split;      // of nodes that matrix warps read, see split_rule.cuh
   int32_t leaf_split;        // of leaves, and of nodes that leaf warps read
+  int32_t all_leaf_warps;    // take items, each with few buffers; else fewer of them, with more
   int32_t shape;             // launch_shape (tiles.cuh) of whom it was made for
 };
 

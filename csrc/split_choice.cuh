@@ -77,10 +77,12 @@ __device__ inline int find_cheapest(float cost) {
   return __ffs(__ballot_sync(~0u, bits == least)) - 1;
 }
 
-// The splits, and how long the two kinds of warp take with them.
+// The splits, how long the two kinds of warp take with them, and whether leaves are, in the mean,
+// no longer than a tile of a leaf warp.
 struct SplitChoice {
   int32_t shared_split, leaf_split;
   float shared_us, leaf_us;
+  bool are_leaves_short;
 };
 
 // By one warp.
@@ -100,23 +102,27 @@ __device__ inline SplitChoice choose_splits(const CandidateSums& sums, const Wor
     shared_choice = leaf_choice = __ffs(__ballot_sync(~0u, fits)) - 1;
     result.shared_split = result.leaf_split = ~shared_choice;
   } else {
+    const float leaf_cost =
+        leaf_time + merge_us(kLeafStateBytes, leaf_states, units, sums.leaf, shape);
     const int least = sums.leaf_states[kNumCandidates - 1];
     const bool shared_fits = shared_states <= shape.max_states - least && lane > 0;
+    const int leaf_items = sums.leaf_items[find_cheapest(leaf_cost)];
+    const float beside = at_least(
+        memory_time, leaf_rounds_us(leaf_items, sums.shared_items[lane], sums.leaf_boxes, shape));
     shared_choice = find_cheapest(
-        shared_fits ? beside_us(shared_time, memory_time) +
+        shared_fits ? beside_us(shared_time, beside) +
                           merge_us(kSharedStateBytes, shared_states, units, sums.shared, shape)
                     : kLastResort);
     const int left = shape.max_states - sums.shared_states[shared_choice];
-    leaf_choice =
-        find_cheapest(leaf_states <= left ? leaf_time + merge_us(kLeafStateBytes, leaf_states,
-                                                                 units, sums.leaf, shape)
-                                          : kLastResort);
+    leaf_choice = find_cheapest(leaf_states <= left ? leaf_cost : kLastResort);
     if (!leaf_warps_read_leaves(shape)) leaf_choice = shared_choice;
     result.shared_split = kSplitUnit * candidate_units(shared_choice);
     result.leaf_split = kSplitUnit * candidate_units(leaf_choice);
   }
   result.shared_us = __shfl_sync(~0u, shared_time, shared_choice);
   result.leaf_us = memory_time;
+  const int num_leaves = sums.leaf_items[kNumCandidates - 1];  // (leaf, kv head): not split
+  result.are_leaves_short = sums.leaf_boxes <= num_leaves * (kLeafTokens / kBoxTokens);
   return result;
 }
 

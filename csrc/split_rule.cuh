@@ -11,7 +11,7 @@
 
 #include <cmath>
 
-#include "tiles.cuh"
+#include "stage_rule.cuh"
 
 namespace hf_cascade {
 
@@ -170,6 +170,16 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
   const float idle = rounds > 1.f ? at_least(0.5f, in_last_round) : is_alone ? 0.4f : 0.5f;
   const bool is_full = is_alone && num_items >= shape.num_ctas;
   return (is_full ? kFullGridUs : 0.f) + at_least(at_least(all, last), memory_us + idle * last);
+}
+
+// By rounds, of as many items as there are warps for them from the start: shared nodes that are cut
+// into fewer items leave CTAs to the leaves. A single round takes no longer than they do.
+__host__ __device__ inline float leaf_rounds_us(int num_items, int num_shared_items, int boxes,
+                                                const WorkShape& shape) {
+  const int num_warps = first_leaf_warps(kLeafWarps, num_shared_items, shape.num_ctas);
+  if (num_items <= num_warps) return 0.f;
+  const float units = static_cast<float>(boxes) / (kSplitUnit / kBoxTokens);
+  return ceil_div(num_items, num_warps) * (kLeafItemUs + kLeafUnitUs * units / num_items);
 }
 
 }  // namespace hf_cascade

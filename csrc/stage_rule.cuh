@@ -1,4 +1,5 @@
-// How the stages of a CTA of the attention kernel are divided. Knows CUDA only.
+// How the stages of a CTA of the attention kernel are divided, and among how many leaf warps. Knows
+// CUDA only.
 #pragma once
 
 #include "tiles.cuh"
@@ -33,6 +34,26 @@ __host__ __device__ constexpr int shared_stages(int num_stages, int num_shared_i
   int stages = (num_stages + 1) / 2;
   if (shared_us > 0.97f * leaf_us) ++stages;
   return stages < 1 ? 1 : stages >= num_stages ? num_stages - 1 : stages;
+}
+
+// Warps that take leaves' items from the start: `own` of each CTA and, of those without a shared
+// item, the matrix warps that join them.
+__host__ __device__ constexpr int first_leaf_warps(int own, int num_shared_items, int num_ctas) {
+  const int idle_ctas = num_shared_items < num_ctas ? num_ctas - num_shared_items : 0;
+  return own * num_ctas + (kMostLeafWarps - kLeafWarps) * idle_ctas;
+}
+
+// Whether all leaf warps of a CTA take items, or fewer with more buffers each, whose next tile is
+// on its way while they compute. Fewer are better for a single round of items, and for two rounds
+// if all would need two as well; but not where an item is a single tile (benchmarks/NOTES.md, 17).
+__host__ __device__ constexpr bool all_leaf_warps_take(int num_shared_items, int num_leaf_items,
+                                                       bool are_leaves_short, int num_ctas) {
+  const bool are_alone = num_shared_items == 0;
+  const int all = first_leaf_warps(kLeafWarps, num_shared_items, num_ctas);
+  const int few = are_alone ? all / 2 : all - num_ctas;
+  if (num_leaf_items <= few) return false;
+  const bool two_rounds_anyway = num_leaf_items > all && num_leaf_items <= 2 * few;
+  return are_leaves_short || !two_rounds_anyway;
 }
 
 }  // namespace hf_cascade

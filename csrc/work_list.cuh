@@ -160,6 +160,8 @@ static __global__ void __launch_bounds__(kWorkListThreads)
   header.shared_stages = shared_stages(shape.num_stages, header.num_shared_items,
                                        header.num_leaf_items, choice.shared_us, choice.leaf_us);
   header.leaf_split = leaf_split;
+  header.all_leaf_warps = all_leaf_warps_take(header.num_shared_items, header.num_leaf_items,
+                                              choice.are_leaves_short, shape.num_ctas);
   if (blockIdx.x == 0 && thread == 0) *work.header = header;
   // CTAs look at the items that they would take first before they know how many there are: those
   // that do not exist are empty.

@@ -274,7 +274,7 @@ def _work_list_fake(
     least = num_reads + num_seqs
     most = least + num_seqs * (kv_indices.shape[0] * page_size // 64)
     num_states = torch.sym_min(most, torch.sym_max(least, 8192))  # no guard on which it is
-    counts = 8 + 2 * (num_seqs + 1) + 2 * num_reads
+    counts = 9 + 2 * (num_seqs + 1) + 2 * num_reads
     return q_indptr.new_empty((counts + 3) // 4 * 4 + 16 * num_states * num_kv_heads)
 
 

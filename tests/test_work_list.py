@@ -375,6 +375,35 @@ def test_splits_of_shared_nodes_heed_the_leaves_beside_them(host, name: str, uni
     assert work.header["shared_split"] == units * SPLIT_UNIT
 
 
+@pytest.mark.parametrize(
+    ("rows", "shared", "own", "all_take", "splits"),
+    [
+        (16, 1024, 64, False, 8),  # one round of items for two leaf warps a CTA
+        (48, 4096, 64, True, 8),  # two, and one for three
+        (64, 4096, 64, False, 8),  # two of either
+        (64, 4096, 16, True, 8),  # of a single tile each
+        (64, 1024, 64, True, 4),  # one, with the matrix warps of CTAs that have nothing shared
+        (64, 2048, 112, True, 5),  # which is worth splits of 448 tokens instead of 256
+        (192, 512, 40, True, 1),  # three of either
+    ],
+)
+def test_leaf_warps_save_rounds(
+    host, rows: int, shared: int, own: int, all_take: bool, splits: int
+) -> None:
+    """An item to each leaf warp is a round (benchmarks/NOTES.md, 17, has what a round is worth)."""
+    work = make_list(host, launch_of(Shape("rounds", (1, rows), (shared, own), 32, 8)))
+    assert work.header["all_leaf_warps"] == all_take
+    columns = 8 * ceil(rows / 32)  # kv heads, query tiles
+    assert work.header["num_shared_items"] == columns * splits
+
+
+@pytest.mark.parametrize(("rows", "all_take"), [(16, False), (64, True)])
+def test_matrix_warps_join_leaf_warps_that_are_alone(host, rows: int, all_take: bool) -> None:
+    work = make_list(host, launch_of(Shape("alone", (rows,), (64,), 32, 8)))
+    assert work.header["num_shared_items"] == 0
+    assert work.header["all_leaf_warps"] == all_take
+
+
 @pytest.mark.parametrize(("own", "stages"), [(3, 4), (64, 3)])
 def test_short_leaves_are_taken_for_what_they_are(host, own: int, stages: int) -> None:
     """Of a leaf's tokens, not of the 64 that it would have room for, hangs what takes longer."""

@@ -19,7 +19,7 @@ from host_sources import compile_host
 ROWS_PER_TILE, MAX_LEAF_ROWS, SPLIT_UNIT, SCRATCH_STATES = 128, 8, 64, 8192
 NOWHERE = -(2**31)
 HEADER = ("is_decode", "num_shared_items", "num_leaf_items", "shared_are_still", "shared_stages",
-          "shared_split", "leaf_split", "shape")  # fmt: skip
+          "shared_split", "leaf_split", "all_leaf_warps", "shape")  # fmt: skip
 ITEM = ("head", "num_tokens", "begin_slot", "end_slot", "pages", "first_read", "split", "token",
         "target", "grows", "page_0", "page_1", "page_2", "page_3", "first_token",
         "padding")  # fmt: skip
