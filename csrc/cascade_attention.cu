@@ -133,8 +133,8 @@ void launch_work_list(int num_ctas, int shared_bytes, const Tensor& like, const 
   check_launch(cudaFuncSetAttribute(work_list_kernel<kFits>,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
                "work_list: shared memory");
-  launch("work_list", work_list_kernel<kFits>, num_ctas, kWorkListThreads, shared_bytes,
-         current_stream(like), tree, list, shape, scratch, ticket);
+  launch("work_list", work_list_kernel<kFits>, num_ctas, num_list_threads(tree), shared_bytes,
+         current_stream(like), tree, find_inputs(tree), list, shape, scratch, ticket);
 }
 
 // num_states as num_scratch_states has it; `ticket`: see new_ticket, null if no launch follows.
@@ -163,8 +163,8 @@ Tensor make_work_list(const TreeParams& tree, const Tensor& like, int64_t num_q_
   const int64_t room = device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin) - kStaticBytes;
   const int64_t bytes = num_words * int64_t{sizeof(int32_t)};
   if (bytes <= room) {
-    launch_work_list<true>(num_list_ctas(most_items), static_cast<int>(bytes), like, tree, list,
-                           shape, nullptr, counters);
+    launch_work_list<true>(num_list_ctas(most_items, num_list_threads(tree)),
+                           static_cast<int>(bytes), like, tree, list, shape, nullptr, counters);
   } else {
     const Tensor scratch = torch::stable::new_empty(like, {num_words}, ScalarType::Int);
     launch_work_list<false>(1, 0, like, tree, list, shape,

@@ -41,6 +41,8 @@ struct WorkHeader {
   int32_t shape;             // launch_shape (tiles.cuh) of whom it was made for
 };
 
+static_assert(sizeof(WorkHeader) == 36, "as ops/cascade.py has it");
+
 constexpr int kItemPages = 4;
 
 // A work item of a decoding launch: all that finding its first KV needs, so that who takes it has

@@ -1,21 +1,21 @@
 // The order of each sequence's states along its prefix. Knows CUDA only.
 #pragma once
 
+#include "cta_steps.cuh"
 #include "work_items.cuh"
 
 namespace hf_cascade {
 
-constexpr int kNodesAtOnce = 8;
+constexpr int kNodesAtOnce = 4;
 
 // Enters each read into the bits of its node; a thread a read.
-template <int kThreads>
-__device__ void mark_reads(const ListTables& tables, const TreeParams& tree) {
+__device__ inline void mark_reads(const ListTables& tables, const TreeParams& tree) {
   const int num_reads = tree.reader_indptr ? tree.reader_indptr[tree.num_nodes] : 0;
-  for (int i = threadIdx.x; i < num_reads; i += kThreads) {
+  for_all(num_reads, [&](int i) {
     const int node = find_item(tree.reader_indptr, tree.num_nodes, i);
     if (tree.kv_len[node] <= 0) {
       tables.read_states[i] = -1;
-      continue;
+      return;
     }
     const int seq = tree.readers[i], word = seq / 32;
     const int64_t place = int64_t{tables.shared_ranks[node]} * tables.num_seq_words + word;
@@ -23,54 +23,54 @@ __device__ void mark_reads(const ListTables& tables, const TreeParams& tree) {
     if (i == tree.reader_indptr[node] || tree.readers[i - 1] / 32 != word) {
       tables.first_reads[place] = i;
     }
-  }
+  });
 }
 
 // Counts the states along each sequence's prefix, in the order of the nodes: a lane a sequence, and
-// where sequences are few several warps, each with a run of the nodes.
-template <int kThreads>
-__device__ void count_states(const ListTables& tables, int num_seqs) {
-  constexpr int kWarps = kThreads / 32;
-  __shared__ int32_t run_states[kThreads];
+// where sequences are few several warps, each with a run of the nodes. These go twice over them,
+// for what comes before a run must be known.
+__device__ inline void count_states(const ListTables& tables, int num_seqs) {
+  __shared__ int32_t run_states[kMostListThreads];
+  const int num_warps = static_cast<int>(blockDim.x) / 32;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int num_words = tables.num_seq_words, num_nodes = tables.num_shared_nodes;
-  const int num_runs = num_words >= kWarps ? 1 : kWarps / max(1, num_words);
-  const int run = warp % num_runs, run_length = ceil_div(num_nodes, num_runs);
+  int runs_log2 = 0;  // as many as there are warps for; a power of two is easy to divide by
+#pragma unroll 1
+  while (max(1, num_words) << (runs_log2 + 1) <= num_warps) ++runs_log2;
+  const int num_runs = 1 << runs_log2, run = warp & (num_runs - 1);
+  const int run_length = (num_nodes + num_runs - 1) >> runs_log2;
   const int begin = min(num_nodes, run * run_length), end = min(num_nodes, begin + run_length);
-  // Calls visit(read, states before it) for what the lane's sequence reads. Most nodes are not read
-  // by most sequences: the bits of several are under way at a time.
-  const auto walk = [&](int word, int states, auto visit) {
-    for (int start = begin; start < end; start += kNodesAtOnce) {
-      uint32_t bits[kNodesAtOnce];
+#pragma unroll 1
+  for (int pass = num_runs > 1 ? 0 : 1; pass < 2; ++pass) {
+    for_each(warp >> runs_log2, num_words, num_warps >> runs_log2, [&](int word) {
+      const int seq = 32 * word + lane;
+      int states = 0;
+      for_each(0, pass * run, 1,
+               [&](int r) { states += run_states[(word * num_runs + r) * 32 + lane]; });
+      // Most nodes are not read by most sequences: the bits of several are under way at a time.
+      for_each(begin, end, kNodesAtOnce, [&](int start) {
+        uint32_t bits[kNodesAtOnce];
 #pragma unroll
-      for (int j = 0; j < kNodesAtOnce; ++j) {
-        const int64_t place = int64_t{start + j} * num_words + word;
-        bits[j] = start + j < end ? tables.read_bits[place] : 0;
-      }
+        for (int j = 0; j < kNodesAtOnce; ++j) {
+          const int64_t place = int64_t{start + j} * num_words + word;
+          bits[j] = start + j < end ? tables.read_bits[place] : 0;
+        }
 #pragma unroll
-      for (int j = 0; j < kNodesAtOnce; ++j) {
-        if (!(bits[j] >> lane & 1)) continue;
-        const int64_t place = int64_t{start + j} * num_words + word;
-        visit(tables.first_reads[place] + __popc(bits[j] & ((1u << lane) - 1)), states);
-        states += tables.splits[start + j];
+        for (int j = 0; j < kNodesAtOnce; ++j) {
+          if (!(bits[j] >> lane & 1)) continue;
+          const int64_t place = int64_t{start + j} * num_words + word;
+          const int read = tables.first_reads[place] + __popc(bits[j] & ((1u << lane) - 1));
+          tables.read_states[read] = states;  // in the last pass what it is to be
+          states += tables.splits[start + j];
+        }
+      });
+      if (pass == 0) {
+        run_states[threadIdx.x] = states;
+      } else if (run == num_runs - 1 && seq < num_seqs) {
+        tables.prefix_states[seq] = states;
       }
-    }
-    return states;
-  };
-  const int first_word = warp / num_runs;
-  if (num_runs > 1) {
-    if (first_word < num_words) {
-      run_states[threadIdx.x] = walk(first_word, 0, [](int, int) {});
-    }
+    });
     __syncthreads();
-  }
-  for (int word = first_word; word < num_words; word += kWarps / num_runs) {
-    int before = 0;
-    for (int r = 0; r < run; ++r) before += run_states[(word * num_runs + r) * 32 + lane];
-    const int states =
-        walk(word, before, [&](int read, int value) { tables.read_states[read] = value; });
-    const int seq = 32 * word + lane;
-    if (run == num_runs - 1 && seq < num_seqs) tables.prefix_states[seq] = states;
   }
 }
 

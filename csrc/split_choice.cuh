@@ -19,21 +19,21 @@ __host__ __device__ inline int add_capped(int sum, int64_t more) {
   return more >= kMostCounted - sum ? kMostCounted : sum + static_cast<int>(more);
 }
 
-// By kWarps warps: a warp a node, a lane a candidate.
-template <int kWarps>
-__device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
-                               const ListTables& tables, const WorkShape& shape) {
+// By all warps: a warp a node, a lane a candidate.
+__device__ inline void sum_candidates(CandidateSums& sums, const TreeParams& tree,
+                                      const ListTables& tables, const WorkShape& shape) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const UnitDivider divider(lane);
   int shared_items = 0, shared_states = 0, leaf_items = 0, leaf_states = 0;
   NodeTotals shared = {0, 0}, leaf = {0, 0};
   int leaf_boxes = 0;
   const int num_entries = tables.num_shared_nodes + tree.num_seqs;
-  for (int i = warp; i < num_entries; i += kWarps) {
+  const int num_warps = static_cast<int>(blockDim.x) / 32;
+  for (int i = warp; i < num_entries; i += num_warps) {
     const Entry entry = find_entry(i, tree, tables, shape);
     const int units = units_of(entry.kv_len);
     const int splits = shape.batch_invariant
-                           ? num_splits(entry.kv_len, ~lane, shape.num_kv_heads, entry.is_leaf)
+                           ? cut_node(entry.kv_len, ~lane, shape.num_kv_heads, entry.is_leaf).splits
                            : divider.ceil(units);
     const int counted = splits > 0 ? splits : 1;  // a sequence with nothing to see needs an item
     const int64_t items = int64_t{counted} * entry.columns;
@@ -52,7 +52,7 @@ __device__ void sum_candidates(CandidateSums& sums, const TreeParams& tree,
       shared.longest = max(shared.longest, units);
     }
   }
-  static_assert(kWarps <= 32, "the sums of all warps must fit");
+  static_assert(kMostListThreads <= 32 * 32, "the sums of all warps must fit");
   if (shared_items > 0) {
     atomicAdd(&sums.shared_items[lane], shared_items);
     atomicAdd(&sums.shared_states[lane], shared_states);

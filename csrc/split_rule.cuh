@@ -43,11 +43,10 @@ __host__ __device__ constexpr int candidate_units(int i) {
 
 // Division by a candidate, which is below 256 units or a power of two: exact to 2^24 units.
 struct UnitDivider {
-  uint32_t units, factor;
+  uint32_t units, factor;  // of which the second is 2^32 / units, rounded up
 
   __host__ __device__ explicit UnitDivider(int candidate)
-      : units(candidate_units(candidate)),
-        factor(static_cast<uint32_t>(((uint64_t{1} << 32) + units - 1) / units)) {}
+      : units(candidate_units(candidate)), factor(~0u / units + 1) {}
 
   __host__ __device__ int ceil(int value) const {
     if (units == 1) return value;
@@ -78,16 +77,21 @@ __host__ __device__ inline int invariant_length(int kv_len, int num_kv_heads, in
   return static_cast<int>(length < (1 << 30) ? length : (1 << 30));
 }
 
-// Tokens of one KV split of a node; the last one may be shorter.
-__host__ __device__ inline int split_length(int kv_len, int split, int num_kv_heads, bool is_leaf) {
-  if (split < 0) return invariant_length(kv_len, num_kv_heads, ~split, is_leaf);
-  const int units = units_of(kv_len), most = split / kSplitUnit;
-  if (units <= most) return kSplitUnit * (units > 1 ? units : 1);
-  return kSplitUnit * ceil_div(units, ceil_div(units, most));  // equal ones
-}
+// How a node is cut.
+struct Cut {
+  int length;  // tokens of a split; the last one may be shorter
+  int splits;
+};
 
-__host__ __device__ inline int num_splits(int kv_len, int split, int num_kv_heads, bool is_leaf) {
-  return ceil_div(kv_len, split_length(kv_len, split, num_kv_heads, is_leaf));
+static __device__ __noinline__ Cut cut_node(int kv_len, int split, int num_kv_heads, bool is_leaf) {
+  const int units = units_of(kv_len), most = split / kSplitUnit;
+  int length = kSplitUnit * (units > 1 ? units : 1);
+  if (split < 0) {
+    length = invariant_length(kv_len, num_kv_heads, ~split, is_leaf);
+  } else if (units > most) {
+    length = kSplitUnit * ceil_div(units, ceil_div(units, most));  // equal ones
+  }
+  return {length, ceil_div(kv_len, length)};
 }
 
 // ---------------------------------------------------------------------- who reads a node
@@ -109,7 +113,7 @@ constexpr float kLeafUnitUs = 1.5f;       // a leaf warp, for 64 tokens
 constexpr float kLeafItemUs = 1.5f;       // start and end of an item
 constexpr float kFullGridUs = 3.f;        // no CTA without items, whose place the next kernel takes
 constexpr float kMergeStateUs = 0.05f;    // a row's state, to be written and read
-constexpr float kBytesPerUs = 4.4e6f;
+constexpr float kUsPerByte = 1.f / 4.4e6f;
 // What a value of a partial state costs, as if it were so many bytes from memory: twice the 4 that
 // are written and read; a leaf warp's, whose items have fewer rows, four times.
 constexpr float kSharedStateBytes = 8.f, kLeafStateBytes = 16.f;
@@ -120,52 +124,51 @@ struct NodeTotals {
   int longest;  // units of a node
 };
 
-__host__ __device__ inline float at_least(float a, float b) { return a > b ? a : b; }
+__device__ inline float at_least(float a, float b) { return a > b ? a : b; }
 
 // Writing and reading the partial states, and for a row the trips to those of its longest node.
-__host__ __device__ inline float merge_us(float bytes_a_value, int num_states, int split_units,
-                                          NodeTotals nodes, const WorkShape& shape) {
+__device__ inline float merge_us(float bytes_a_value, int num_states, int split_units,
+                                 NodeTotals nodes, const WorkShape& shape) {
   const float state_bytes =
       bytes_a_value * shape.head_dim * (shape.num_kv_heads * shape.group_size);
   const float trips =
-      nodes.longest <= split_units ? 0.f : kMergeStateUs * nodes.longest / split_units;
-  return num_states * state_bytes / kBytesPerUs + trips;
+      nodes.longest <= split_units ? 0.f : kMergeStateUs * __fdividef(nodes.longest, split_units);
+  return num_states * state_bytes * kUsPerByte + trips;
 }
 
-__host__ __device__ inline float shared_us(int num_items, int split_units, NodeTotals nodes,
-                                           const WorkShape& shape) {
+__device__ inline float shared_us(int num_items, int split_units, NodeTotals nodes,
+                                  const WorkShape& shape) {
   if (num_items == 0) return 0.f;
   const int longest = split_units < nodes.longest ? split_units : nodes.longest;
-  const float mean = kSharedItemTiles + static_cast<float>(nodes.units) / num_items;
+  const float mean = kSharedItemTiles + __fdividef(nodes.units, num_items);
   const float all = ceil_div(num_items, shape.num_ctas) * mean;
   return kTileUs * at_least(all, kSharedItemTiles + longest);
 }
 
 // boxes: of kBoxTokens, of every (node, kv head) that leaf warps read.
-__host__ __device__ inline float leaf_memory_us(int boxes, const WorkShape& shape) {
-  return static_cast<float>(boxes) * (kBoxTokens * 4.f) * shape.head_dim / kBytesPerUs;
+__device__ inline float leaf_memory_us(int boxes, const WorkShape& shape) {
+  return static_cast<float>(boxes) * (kBoxTokens * 4.f) * shape.head_dim * kUsPerByte;
 }
 
 // Matrix warps beside leaf warps: less than their sum, more than the longer of the two.
-__host__ __device__ inline float beside_us(float us, float other_us) {
+__device__ inline float beside_us(float us, float other_us) {
   return cbrtf(us * us * us + other_us * other_us * other_us);
 }
 
 // memory_us: of the same leaves. num_leaf_warps: of a CTA, from the start.
-__host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTotals nodes,
-                                         float memory_us, int num_leaf_warps,
-                                         const WorkShape& shape) {
+__device__ inline float leaf_us(int num_items, int split_units, NodeTotals nodes, float memory_us,
+                                int num_leaf_warps, const WorkShape& shape) {
   if (num_items == 0) return 0.f;
   const int longest = split_units < nodes.longest ? split_units : nodes.longest;
   const int num_warps = num_leaf_warps * shape.num_ctas;
-  const float mean = kLeafItemUs + kLeafUnitUs * nodes.units / num_items;
+  const float mean = kLeafItemUs + kLeafUnitUs * __fdividef(nodes.units, num_items);
   const float all = ceil_div(num_items, num_warps) * mean;
   const float last = kLeafItemUs + kLeafUnitUs * longest;
   const bool is_alone = num_leaf_warps == kMostLeafWarps;
   // Where memory is the limit some warps have nothing to do in the last round or, of one round, end
   // early, most of all beside those that could not begin with them.
   const int most_warps = kMostLeafWarps * shape.num_ctas;
-  const float rounds = static_cast<float>(num_items) / most_warps;
+  const float rounds = __fdividef(num_items, most_warps);
   const float in_last_round = ceil_div(num_items, most_warps) - rounds;
   const float idle = rounds > 1.f ? at_least(0.5f, in_last_round) : is_alone ? 0.4f : 0.5f;
   const bool is_full = is_alone && num_items >= shape.num_ctas;
@@ -174,12 +177,13 @@ __host__ __device__ inline float leaf_us(int num_items, int split_units, NodeTot
 
 // By rounds, of as many items as there are warps for them from the start: shared nodes that are cut
 // into fewer items leave CTAs to the leaves. A single round takes no longer than they do.
-__host__ __device__ inline float leaf_rounds_us(int num_items, int num_shared_items, int boxes,
-                                                const WorkShape& shape) {
+__device__ inline float leaf_rounds_us(int num_items, int num_shared_items, int boxes,
+                                       const WorkShape& shape) {
   const int num_warps = first_leaf_warps(kLeafWarps, num_shared_items, shape.num_ctas);
   if (num_items <= num_warps) return 0.f;
-  const float units = static_cast<float>(boxes) / (kSplitUnit / kBoxTokens);
-  return ceil_div(num_items, num_warps) * (kLeafItemUs + kLeafUnitUs * units / num_items);
+  constexpr float kUnits = static_cast<float>(kBoxTokens) / kSplitUnit;  // of a box
+  return ceil_div(num_items, num_warps) *
+         (kLeafItemUs + kLeafUnitUs * kUnits * __fdividef(boxes, num_items));
 }
 
 }  // namespace hf_cascade

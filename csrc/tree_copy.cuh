@@ -6,7 +6,7 @@
 namespace hf_cascade {
 
 constexpr int kNumInputs = 7;
-constexpr int kLoadsAtOnce = 8;
+constexpr int kLoadsAtOnce = 4;
 
 // The arrays that are looked into more than once, as they lie one after the other in a copy.
 struct Inputs {
@@ -14,7 +14,7 @@ struct Inputs {
   int32_t begins[kNumInputs + 1];  // of each in the copy, and the end
 };
 
-__host__ __device__ inline Inputs find_inputs(const TreeParams& tree) {
+inline Inputs find_inputs(const TreeParams& tree) {
   Inputs inputs = {{tree.q_indptr, tree.kv_indptr, tree.kv_len, tree.first_slot, tree.leaves,
                     tree.reader_indptr, tree.readers},
                    {}};
@@ -29,38 +29,32 @@ __host__ __device__ inline Inputs find_inputs(const TreeParams& tree) {
 
 // The tree with its arrays copied to `memory`, by the whole CTA. A thread's loads are under way
 // together: one after the other they would take longer than all the rest.
-template <int kThreads>
-__device__ TreeParams copy_tree(TreeParams tree, const Inputs& inputs, int32_t* memory) {
-  for (int start = threadIdx.x; start < inputs.begins[kNumInputs];
-       start += kLoadsAtOnce * kThreads) {
+__device__ inline TreeParams copy_tree(TreeParams tree, const Inputs& inputs, int32_t* memory) {
+  const int num_threads = static_cast<int>(blockDim.x), end = inputs.begins[kNumInputs];
+#pragma unroll 1
+  for (int start = threadIdx.x; start < end; start += kLoadsAtOnce * num_threads) {
     int32_t loaded[kLoadsAtOnce];
 #pragma unroll
     for (int j = 0; j < kLoadsAtOnce; ++j) {
-      const int i = start + j * kThreads;
-      if (i >= inputs.begins[kNumInputs]) break;
-      const int32_t* source = inputs.values[0] + i;
+      const int i = start + j * num_threads;
+      int k = 0;
 #pragma unroll
-      for (int k = 1; k < kNumInputs; ++k) {
-        if (i >= inputs.begins[k]) source = inputs.values[k] + (i - inputs.begins[k]);
-      }
-      loaded[j] = *source;
+      for (int next = 1; next < kNumInputs; ++next) k += i >= inputs.begins[next];
+      if (i < end) loaded[j] = inputs.values[k][i - inputs.begins[k]];
     }
 #pragma unroll
     for (int j = 0; j < kLoadsAtOnce; ++j) {
-      const int i = start + j * kThreads;
-      if (i < inputs.begins[kNumInputs]) memory[i] = loaded[j];
+      const int i = start + j * num_threads;
+      if (i < end) memory[i] = loaded[j];
     }
   }
-  const auto copy_of = [&](int k) {
-    return inputs.values[k] ? memory + inputs.begins[k] : nullptr;
-  };
-  tree.q_indptr = copy_of(0);
-  tree.kv_indptr = copy_of(1);
-  tree.kv_len = copy_of(2);
-  tree.first_slot = copy_of(3);
-  tree.leaves = copy_of(4);
-  tree.reader_indptr = copy_of(5);
-  tree.readers = copy_of(6);
+  tree.q_indptr = memory + inputs.begins[0];
+  tree.kv_indptr = memory + inputs.begins[1];
+  tree.kv_len = memory + inputs.begins[2];
+  tree.first_slot = memory + inputs.begins[3];
+  if (tree.leaves) tree.leaves = memory + inputs.begins[4];
+  if (tree.reader_indptr) tree.reader_indptr = memory + inputs.begins[5];
+  tree.readers = memory + inputs.begins[6];
   return tree;
 }
 

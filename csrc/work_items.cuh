@@ -27,14 +27,16 @@ struct ListTables {
   int32_t num_shared_nodes;
 };
 
-// Places the tables at `memory`, null to count; returns the words that they take.
+// Places the tables at `memory`; returns the words that they take. (Null to count them, for which
+// the pointers are sums of integers: a choice between null and not is made anew wherever they are
+// used.)
 __host__ __device__ inline int64_t place_tables(ListTables& tables, int32_t* memory, int num_seqs,
                                                 int num_nodes, int num_reads) {
   int64_t used = 0;
   const auto place = [&](int64_t length) {
-    int32_t* placed = memory ? memory + used : nullptr;
+    const auto address = reinterpret_cast<uintptr_t>(memory) + used * sizeof(int32_t);
     used += length;
-    return placed;
+    return reinterpret_cast<int32_t*>(address);
   };
   const int most_shared = num_nodes < num_reads ? num_nodes : num_reads;
   tables.num_seq_words = ceil_div(num_seqs, 32);
@@ -145,42 +147,43 @@ __host__ __device__ inline Item make_item(int index, const TreeParams& tree,
   Item item = {};
   const int num_shared = tables.num_shared_nodes, heads = shape.num_kv_heads;
   const int num_matrix_items = tables.matrix_items[num_shared];
-  const int num_single_items = tables.single_items[num_shared];
-  if (index < num_matrix_items) {
-    const int i = find_item(tables.matrix_items, num_shared, index);
-    const int node = tables.shared_nodes[i], first_read = tree.reader_indptr[node];
+  const int num_node_items = num_matrix_items + tables.single_items[num_shared];
+  const bool is_matrix = index < num_matrix_items, is_leaf = index >= num_node_items;
+  // Whose it is, a shared node's or a sequence's, and which of its items.
+  const int32_t* before = is_matrix ? tables.matrix_items : tables.single_items;
+  int rest = is_matrix ? index : index - num_matrix_items;
+  int owner;
+  if (is_leaf) {
+    rest = index - num_node_items;
+    owner = find_item(tables.leaf_states, tree.num_seqs, rest / heads);
+    rest -= tables.leaf_states[owner] * heads;
+  } else {
+    owner = find_item(before, num_shared, rest);
+    rest -= before[owner];
+  }
+  const int node = !is_leaf ? tables.shared_nodes[owner] : tree.leaves ? tree.leaves[owner] : -1;
+  if (is_matrix) {
+    const int first_read = tree.reader_indptr[node];
     const int num_readers = tree.reader_indptr[node + 1] - first_read;
-    const int tile_tokens = shape.tile_tokens;
-    const int num_tiles = ceil_div(num_readers, tile_tokens);
-    const int rest = index - tables.matrix_items[i];
-    const int before = rest % num_tiles * tile_tokens, column = rest / num_tiles;
-    item.head = column % heads;
-    item.split = column / heads;
-    item.first_read = first_read + before;
-    item.num_tokens = tile_tokens < num_readers - before ? tile_tokens : num_readers - before;
+    const int tile_tokens = shape.tile_tokens, num_tiles = ceil_div(num_readers, tile_tokens);
+    const int column = rest / num_tiles, skipped = (rest - column * num_tiles) * tile_tokens;
+    rest = column;
+    item.first_read = first_read + skipped;
+    item.num_tokens = min(tile_tokens, num_readers - skipped);
     item.first_token = first_token_of(tree, item.first_read, item.num_tokens);
-    set_range(item, tree, node, item.split, tables.lengths[i], shape);
-    return item;
   }
-  index -= num_matrix_items;
-  if (index < num_single_items) {
-    const int i = find_item(tables.single_items, num_shared, index);
-    const int node = tables.shared_nodes[i], read = tree.reader_indptr[node];
-    const int rest = index - tables.single_items[i], split = rest / heads;
-    item.head = rest % heads;
-    set_token(item, tree, tables, tree.readers[read], tables.read_states[read] + split);
-    set_range(item, tree, node, split, tables.lengths[i], shape);
-    return item;
+  const int split = rest / heads;
+  item.head = rest - split * heads;
+  if (is_matrix) {
+    item.split = split;
+  } else {
+    const int read = is_leaf ? 0 : tree.reader_indptr[node];
+    const int seq = is_leaf ? owner : tree.readers[read];
+    const int states = is_leaf ? tables.prefix_states[owner] : tables.read_states[read];
+    set_token(item, tree, tables, seq, states + split);
   }
-  index -= num_single_items;
-  const int state = index / heads;
-  const int seq = find_item(tables.leaf_states, tree.num_seqs, state);
-  const int split = state - tables.leaf_states[seq];
-  item.head = index % heads;
-  set_token(item, tree, tables, seq, tables.prefix_states[seq] + split);
-  if (tree.leaves) {
-    set_range(item, tree, tree.leaves[seq], split, tables.leaf_lengths[seq], shape);
-  }
+  const int length = is_leaf ? tables.leaf_lengths[owner] : tables.lengths[owner];
+  if (node >= 0) set_range(item, tree, node, split, length, shape);
   return item;
 }
 

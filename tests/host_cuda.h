@@ -23,7 +23,7 @@
 
 namespace host {
 
-constexpr int kThreads = 1024;  // of a CTA
+constexpr int kMostThreads = 1024;  // of a CTA
 constexpr int kStackBytes = 64 * 1024;
 
 struct Meeting;
@@ -46,17 +46,17 @@ struct Index {
   unsigned x;
 };
 
-std::vector<Fiber> fibers(kThreads);
+std::vector<Fiber> fibers(kMostThreads);
 jmp_buf scheduler;
 std::function<void()> kernel;
-int current;  // thread
-Index cta, num_ctas;
+int current;                       // thread
+Index cta, num_ctas, num_threads;  // of the latter, those of a CTA
 
 // Where `expected` threads meet, over and over.
 struct Meeting {
   int expected, arrived;
   unsigned round;
-  uint32_t brought[2][kThreads];  // of even rounds and of odd ones
+  uint32_t brought[2][kMostThreads];  // of even rounds and of odd ones
 
   void start(int num_threads) {
     expected = num_threads;
@@ -81,7 +81,7 @@ struct Meeting {
   }
 };
 
-Meeting cta_meeting, warp_meetings[kThreads / 32];
+Meeting cta_meeting, warp_meetings[kMostThreads / 32];
 
 bool Fiber::can_run() const {
   return !is_done && (waits_at == nullptr || waits_at->round != waits_for);
@@ -114,13 +114,14 @@ void Fiber::pause() {
 
 // False if threads still wait when nobody can run.
 bool run_cta(std::mt19937& random) {
-  cta_meeting.start(kThreads);
+  const int threads = static_cast<int>(num_threads.x);
+  cta_meeting.start(threads);
   for (Meeting& warp : warp_meetings) warp.start(32);
   for (Fiber& fiber : fibers) {
     fiber.waits_at = nullptr;
     fiber.is_done = false;
   }
-  std::vector<int> order(kThreads);
+  std::vector<int> order(threads);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   for (bool has_run = true; has_run;) {
@@ -133,9 +134,9 @@ bool run_cta(std::mt19937& random) {
     }
   }
   bool are_done = true;
-  for (Fiber& fiber : fibers) {
-    are_done &= fiber.is_done;
-    fiber.has_begun &= fiber.is_done;
+  for (int thread : order) {
+    are_done &= fibers[thread].is_done;
+    fibers[thread].has_begun &= fibers[thread].is_done;
   }
   return are_done;
 }
@@ -162,20 +163,25 @@ const uint32_t* meet_warp(T value) {
 #define __host__
 #define __device__
 #define __global__
+#define __grid_constant__
+#define __noinline__
 #define __launch_bounds__(threads)
 #define __shared__ thread_local  // all fibers'; goes with `extern` too, which `static` does not
 #define threadIdx (host::Index{static_cast<unsigned>(host::current)})
 #define blockIdx host::cta
 #define gridDim host::num_ctas
+#define blockDim host::num_threads
 
 using std::max;
 using std::min;
+
+inline float __fdividef(float a, float b) { return a / b; }
 
 inline void __syncthreads() { host::cta_meeting.meet(host::current, 0); }
 
 inline bool __syncthreads_and(bool vote) {
   const uint32_t* votes = host::cta_meeting.meet(host::current, vote);
-  return std::all_of(votes, votes + host::kThreads, [](uint32_t v) { return v != 0; });
+  return std::all_of(votes, votes + host::num_threads.x, [](uint32_t v) { return v != 0; });
 }
 
 template <typename T>

@@ -68,7 +68,7 @@ extern "C" {
 
 int rescaling_of(float largest, int exponent) { return rescaling(largest, exponent); }
 int column_of(int place) { return state_column(place); }
-int rows_at_once(bool by_row) { return host::kThreads / 32 * (by_row ? 16 : 8); }
+int rows_at_once(bool by_row) { return host::kMostThreads / 32 * (by_row ? 16 : 8); }
 
 // Of rows_at_once rows of 64 values, what is stored. Null, or what went wrong.
 const char* pack_all(bool by_row, const float* values, const float* normalizers,
@@ -79,6 +79,7 @@ const char* pack_all(bool by_row, const float* values, const float* normalizers,
   std::mt19937 random(0);
   host::cta.x = 0;
   host::num_ctas.x = 1;
+  host::num_threads.x = host::kMostThreads;
   return host::run_cta(random) ? nullptr : "threads wait for ever";
 }
 

@@ -4,7 +4,6 @@
 
 #include <cmath>
 
-inline float __fdividef(float a, float b) { return a / b; }
 inline float __log2f(float x) { return std::log2(x); }
 
 namespace hf_cascade::ptx {
@@ -77,7 +76,7 @@ void attend(const float* scores, const float* values, int num_tokens, float scal
 
 extern "C" {
 
-int rows_at_once(bool by_row) { return host::kThreads / 32 * (by_row ? 16 : 8); }
+int rows_at_once(bool by_row) { return host::kMostThreads / 32 * (by_row ? 16 : 8); }
 
 // Of rows_at_once rows; num_follows is of every warp. Null, or what went wrong.
 const char* attend_rows(bool by_row, const float* scores, const float* values, int num_tokens,
@@ -91,6 +90,7 @@ const char* attend_rows(bool by_row, const float* scores, const float* values, i
   std::mt19937 random(seed);
   host::cta.x = 0;
   host::num_ctas.x = 1;
+  host::num_threads.x = host::kMostThreads;
   return host::run_cta(random) ? nullptr : "threads wait for ever";
 }
 

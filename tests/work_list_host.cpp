@@ -65,10 +65,11 @@ int64_t num_guard_words() { return kGuard; }
 int64_t first_item(const TreeParams* tree) { return items_offset(tree->num_seqs, tree->num_reads); }
 
 // Writes the list to `words` by a launch of num_ctas whose tables are in shared memory or, not
-// in_shared, in global memory. Returns null or what went wrong.
+// in_shared, in global memory. The seed draws how many threads a CTA has and who goes first.
+// Returns null or what went wrong.
 const char* make_list(const TreeParams* tree, const WorkShape* shape, bool in_shared, int num_ctas,
                       unsigned seed, int32_t* words) {
-  static_assert(host::kThreads == kWorkListThreads, "a CTA is as large as the kernel's");
+  static_assert(host::kMostThreads >= kMostListThreads, "a CTA may be as large as the kernel's");
   const int64_t table_words = list_words(*tree), size = list_size(*tree, *shape);
   if (in_shared && table_words + kGuard > kSharedWords) return "the tree does not fit";
   std::vector<int32_t> scratch(table_words + kGuard), ticket(2 + kGuard);
@@ -77,10 +78,13 @@ const char* make_list(const TreeParams* tree, const WorkShape* shape, bool in_sh
   const WorkList list = view_work_list(words, *tree, most_items(*shape));
   host::kernel = [&] {
     const auto run = in_shared ? work_list_kernel<true> : work_list_kernel<false>;
-    run(*tree, list, *shape, in_shared ? nullptr : scratch.data(), ticket.data());
+    run(*tree, find_inputs(*tree), list, *shape, in_shared ? nullptr : scratch.data(),
+        ticket.data());
   };
   std::mt19937 random(seed);
   host::num_ctas.x = static_cast<unsigned>(num_ctas);
+  static_assert(kFewestListThreads << 2 == kMostListThreads);
+  host::num_threads.x = kFewestListThreads << random() % 3;
   for (host::cta.x = 0; host::cta.x < host::num_ctas.x; ++host::cta.x) {
     int32_t* tables = in_shared ? memory : scratch.data();
     spoil(tables, table_words);
