@@ -68,6 +68,7 @@ class CascadeCache(Cache):
         self._step_plan: StepPlan | None = None
         self._is_reshaped = True  # the tree is not as the step plan has it
         self._is_fresh_root = False  # all that the pass computes
+        self._has_begun = self._is_first_pass = False
         self._grown = 0  # rows that grew in the last step
         self._plans: dict[torch.device, Plan] = {}
         self._work_lists: dict[tuple[torch.device, int, int, int], Tensor] = {}
@@ -110,7 +111,7 @@ class CascadeCache(Cache):
         # of q and k. SDPA casts all three to it, and so do we.
         q, k, v = (_packed(x, value.dtype) for x in (query, key, value))
         plan = self._plan_on(v.device)
-        k_pool, v_pool = self.pool.layer(layer_idx, k, v)
+        k_pool, v_pool = self.pool.layer(layer_idx, k, v, is_first_pass=self._is_first_pass)
         self._attended.append(layer_idx)
         if self._is_fresh_root:
             append_kv(k, v, k_pool, v_pool, plan.slots)
@@ -242,6 +243,7 @@ class CascadeCache(Cache):
         self._passes.clear()
         self._updated.clear()
         self._attended.clear()
+        self._is_first_pass, self._has_begun = not self._has_begun, True
 
     def close_rows(self, done: Sequence[bool]) -> None:
         """Return the pages of rows that are over; all over at once is the end of the call."""
@@ -346,9 +348,13 @@ class ReturnedCache(DynamicCache):
     @property
     def layers(self) -> list:
         if self._pages is not None:
-            pages, self._pages = self._pages, None
-            for layer_idx, (k, v) in enumerate(pages.gather()):
-                self.update(k, v, layer_idx)
+            pages, self._pages = self._pages, None  # `update` asks for the layers
+            try:
+                for layer_idx, (k, v) in enumerate(pages.gather()):
+                    self.update(k, v, layer_idx)
+            except BaseException:  # out of memory, say: the pages still have it all
+                self.layers, self._pages = [], pages
+                raise
         return self._layers
 
     @layers.setter

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 _lock = threading.Lock()  # torch captures one graph at a time in a process
+_STANCE = "fail_on_recompile"
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,26 @@ class Capturer:
     def release(self) -> None:
         """Give the memory of the last graph back, if that is no longer in use."""
         self._last = None
+
+
+def without_recompiling(run: Callable[[], Any]) -> Any:
+    """`run()`, in which compiled code whose guards fail is an error instead of compiled anew."""
+    with torch.compiler.set_stance(_STANCE):
+        return run()
+
+
+def beside_captures(run: Callable[[], Any]) -> Any:
+    """`run()`, once more if another thread's `without_recompiling` kept it from compiling.
+
+    The stance that forbids to compile is that of the process.
+    """
+    try:
+        return run()
+    except RuntimeError as error:
+        if _STANCE not in str(error):
+            raise
+    with _lock:  # nobody captures meanwhile
+        return run()
 
 
 def _capture(run: Callable[[], Any], memory_of: Any) -> tuple[Any, Any]:

@@ -65,19 +65,21 @@ class CascadeGenerate:
         super().__setstate__(state)  # type: ignore[misc]
 
     def generate(self, *args, **kwargs):
-        with self.cascade.call() as call:
-            if not isinstance(self, CascadeGenerate):  # unpatched while this call waited
+        cascade = self.cascade
+        with cascade.call() as call:
+            # Unpatched, or patched anew, while this call waited.
+            if getattr(self, "cascade", None) is not cascade:
                 return self.generate(*args, **kwargs)
             call.is_plain = self._is_plain(args, kwargs)
             call.reason_before = _call_obstacle_before(
                 dict(zip(_GENERATE_PARAMETERS, args, strict=False)) | kwargs
             )
             if call.reason_before is not None:
-                self.cascade.fall_back(call, call.reason_before, type(self).__name__)
+                cascade.fall_back(call, call.reason_before, type(self).__name__)
             return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _is_plain(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether no one may look at rows that are over, or count steps."""
+        """Whether nothing of the user's can see finished rows or count steps."""
         return (
             len(args) <= 2
             and not any(map(kwargs.get, _STEP_WATCHERS))
@@ -90,7 +92,7 @@ class CascadeGenerate:
     def _served(self, cache: Any) -> Call | None:
         """The running call, if this is its cache.
 
-        It is not where stock generate was entered past the one above, inside a call of that.
+        None if user code called stock `generate` directly inside a patched call.
         """
         call = self.cascade.current
         return call if call is not None and call.cache is not None and call.cache is cache else None
@@ -160,7 +162,7 @@ class CascadeGenerate:
             generation_config.compile_config = compile_config
             return False
         if self.cascade.options.pack_linears:
-            # What hooks fetch when it is used has no place of its own.
+            # Offloaded weights are fetched at each use, so they can't lie in one packed matrix.
             (unpack_linears if _has_hooks(self) else pack_linears)(self)
         return True
 

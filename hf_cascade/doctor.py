@@ -132,8 +132,7 @@ def doctor() -> Report:
     if not broken:
         _imported("hf_cascade.patch", broken)
     backends = () if torch is None else _backends(torch)
-    if torch is not None and torch.version.cuda is None and shutil.which("nvidia-smi"):
-        notes.append("there is an NVIDIA driver, but this torch is built without CUDA")
+    notes += () if torch is None else _misfits(torch)
     return Report(
         version=_installed("hf-cascade"),
         requirements=requirements,
@@ -212,6 +211,22 @@ def _backends(torch: Any) -> tuple[Backend, ...]:
             else "torch finds no CUDA device",
         ),
         Backend("torch/cpu", True, "torch operators; sharing pays from about 4 samples on"),
+    )
+
+
+def _misfits(torch: Any) -> tuple[str, ...]:
+    """Notes on what there is of CUDA that does not fit this torch."""
+    from .ops import kernels
+
+    if torch.version.cuda is None:
+        note = "there is an NVIDIA driver, but this torch is built without CUDA"
+        return (note,) if shutil.which("nvidia-smi") else ()
+    release = kernels.nvcc_release()
+    if release is None or Version(release).major == Version(torch.version.cuda).major:
+        return ()
+    return (
+        f"nvcc is of CUDA {release}, but torch was built with {torch.version.cuda}: kernels that it"
+        " builds may not work (set CUDA_HOME to name another)",
     )
 
 

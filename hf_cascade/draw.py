@@ -1,11 +1,11 @@
 """Drawing each row's next token as torch.multinomial does, in a third of the passes over scores.
 
-For one draw a row, multinomial divides the probabilities by exponential noise and takes the
-largest quotient; stock generate makes the probabilities with a softmax before, and multinomial
-checks them in three passes of its own. A row's sum divides all of its quotients alike, and what
-the checks look for shows in the row's largest score. So here the same noise, of the same
-generator, meets exponentials that nobody normalized: the same tokens, up to ties within float32
-rounding, and the same random stream.
+Stock generate computes probabilities with a softmax. For one draw per row, multinomial then checks
+them in three passes, divides them by exponential noise and takes the largest quotient. The
+softmax's sum divides all quotients of a row alike, so it changes no choice, and what the checks
+look for shows in the row's largest score. So `select` divides unnormalized exponentials by the
+same noise from the same generator: the tokens are the same, up to ties within float32 rounding,
+and so is the random stream.
 """
 
 from __future__ import annotations
@@ -21,16 +21,20 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from .capture import beside_captures
 from .own_code import with_own_code
 
 logger = logging.getLogger("hf_cascade")
 
-# Scores that one program of Inductor's holds in registers: it reads them once.
+# As many scores as one Inductor program holds in registers, so it reads them only once.
 _PART = 1024
 
 
 class Draw:
-    """A model's draws: how its scores' sizes are compiled is no other model's business."""
+    """Draws tokens for one model.
+
+    Each model compiles its own function, so one model's shapes never recompile another's.
+    """
 
     @cached_property
     def _select(self) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -44,18 +48,18 @@ class Draw:
         Returns:
             [batch] int64.
         Raises:
-            RuntimeError: a row holds NaN or +inf, or nothing but -inf. As with multinomial, a GPU
-                says so at some later call, and the CUDA context is lost.
+            RuntimeError: a row holds NaN or +inf, or nothing but -inf. As with multinomial, on a
+                GPU the error comes at some later call, and the CUDA context is lost.
         """
         noise = torch.empty(scores.shape, dtype=torch.float32, device=scores.device).exponential_()
-        scores = scores.contiguous().data  # to the compiler no view is like another, nor any stride
+        scores = scores.contiguous().data  # a view or other strides would recompile
         if scores.shape[0] > 1:
             for each in (scores, noise):
                 torch._dynamo.maybe_mark_dynamic(each, 0)
         try:
-            tokens, is_valid = self._select(scores, noise)
+            tokens, is_valid = beside_captures(lambda: self._select(scores, noise))
         except torch._dynamo.exc.TorchDynamoException as error:
-            # Steps may come compiled from torch's cache on disk where nothing can be compiled.
+            # No compiler works here, though the step itself may have come from torch's disk cache.
             logger.warning("tokens are drawn without a compiler: %s", " ".join(str(error).split()))
             self._select = select
             tokens, is_valid = select(scores, noise)
@@ -64,7 +68,7 @@ class Draw:
 
 
 def select(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """The token of each row whose exp(score) / noise is largest, and whether all rows have one.
+    """Each row's token with the largest exp(score) / noise, and whether every row has one.
 
     Args:
         scores: [batch, vocab_size], of any floating dtype.
@@ -75,7 +79,7 @@ def select(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     padding = (0, -scores.shape[1] % _PART)
     scores = pad(scores.float(), padding, value=-torch.inf).unflatten(1, (-1, _PART))
     noise = pad(noise, padding, value=1.0).unflatten(1, (-1, _PART))
-    # Each part against its own largest score, then the parts against the row's.
+    # Scale each part by its own largest score, then the parts by the row's.
     highest = scores.amax(2)
     base = torch.where(highest == -torch.inf, 0.0, highest)
     quotients = (scores - base[:, :, None]).exp() / noise
@@ -86,10 +90,10 @@ def select(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
-    """`torch` and `nn` for the code of stock `_sample` to find in place of torch's.
+    """Stand-ins for the globals `torch` and `nn` of stock `_sample`.
 
     Args:
-        draw: asked before each step; None if that samples with softmax and multinomial.
+        draw: called in each step; it returns None if the step is to use softmax and multinomial.
     """
 
     def softmax(scores: Tensor | _LastLogits, dim: int) -> Tensor | _Drawable:
@@ -97,7 +101,7 @@ def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
         if isinstance(scores, _LastLogits):
             scores = scores.logits
             if by is None or scores.dtype == torch.float64:
-                scores = scores.float()  # as stock's are
+                scores = scores.float()  # as in stock
         fits = scores.ndim == 2 and dim in (-1, 1) and scores.dtype != torch.float64
         if by is None or not fits or not scores.numel():
             return nn.functional.softmax(scores, dim=dim)
@@ -117,7 +121,7 @@ def replacements(draw: Callable[[], Draw | None]) -> dict[str, Any]:
 
 
 def hand_on_logits(outputs: Any) -> Any:
-    """A model's outputs for a loop that hands its logits to softmax, and to no one else."""
+    """A copy of a model's outputs, for a loop that passes the logits to softmax only."""
     outputs = copy.copy(outputs)
     outputs.logits = _LastLogits(outputs.logits)
     return outputs
@@ -125,7 +129,7 @@ def hand_on_logits(outputs: Any) -> Any:
 
 @dataclass(frozen=True)
 class _LastLogits:
-    """Logits that are not copied: the loop asks for float32 ones of the last token."""
+    """The last token's logits, which stay uncopied when the loop asks for a float32 copy."""
 
     logits: Tensor
 
@@ -139,7 +143,7 @@ class _LastLogits:
 
 @dataclass(frozen=True)
 class _Drawable:
-    """In place of probabilities: scores of which they are the softmax."""
+    """Stands in for the probabilities: the scores whose softmax they would be."""
 
     scores: Tensor
     by: Draw

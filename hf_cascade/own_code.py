@@ -1,4 +1,4 @@
-"""Functions that the compiler keeps apart."""
+"""Copies of a function that torch.compile keeps apart."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ _numbers = itertools.count()
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function with a code object of its own.
+    """The same function with a code object and a name of its own.
 
-    The compiler's limit of recompilations is one of a code object, so what many models have in
-    common they would use up together. By file, line and name it also recalls which sizes of a
-    function have varied.
+    torch.compile limits recompilations per code object; models that shared one would use up each
+    other's limit. It also remembers, by file, line and name, which sizes varied.
     """
     code = function.__code__.replace(co_name=f"{name}_{next(_numbers)}")
     return FunctionType(

@@ -1,9 +1,9 @@
 """Linear layers that read the same input become one product in compiled steps.
 
-Their weights move into one matrix, of which each layer's own weight is a view: state dicts, PEFT
-and everything that runs eagerly see the layers they knew; only `torch.save` of a weight writes
-the whole matrix, as of any view. Compiled, each layer asks for the whole product and takes its
-columns; `fuse.FusePass` keeps one of the equal products.
+Their weights move into one matrix, and each layer's weight becomes a view of it. State dicts, PEFT
+and eager code see the same layers as before; but `torch.save` of one weight writes the whole
+matrix, as it does for any view. In compiled code each layer computes the whole product and takes
+its columns, and `fuse.FusePass` keeps one of the equal products.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ class PackedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         pack = vars(self).get(_PACK)
         if pack is None or not _owns_weight(self) or not torch.compiler.is_compiling():
-            return Linear.forward(self, x)  # of either class: hooks may keep this method bound
+            # Not super(): a hook may hold this bound method after the class was changed back to
+            # Linear.
+            return Linear.forward(self, x)
         matrix, start = pack
         out = linear(x, matrix)[..., start : start + self.out_features]
         return out if self.bias is None else out + self.bias
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        if not _is_in_place(self):  # moved: nothing may keep the old matrix
+        if not _is_in_place(self):  # moved: free the old matrix
             vars(self).pop(_PACK, None)
         return self
 
@@ -43,9 +45,9 @@ class PackedLinear(Linear):
 
 
 def pack_linears(model: Any) -> None:
-    """Pack what can be packed, and anew what no longer is (weights that were moved or replaced)."""
+    """Pack the layers that can be packed, and repack those whose weights were moved or replaced."""
     for module in model.modules():
-        # Also those that, or whose siblings, something else has wrapped since.
+        # This covers layers that `_groups` no longer finds: wrapped, or with a wrapped sibling.
         if _PACK in vars(module) and not _is_in_place(module):
             vars(module).pop(_PACK, None)
     for layers in _groups(model):
@@ -55,7 +57,7 @@ def pack_linears(model: Any) -> None:
 
 
 def _pack(layers: Sequence[Linear]) -> None:
-    with torch.inference_mode(False), torch.no_grad():  # the former alone enables gradients
+    with torch.inference_mode(False), torch.no_grad():  # inference_mode(False) enables gradients
         matrix = torch.cat([layer.weight for layer in layers])
         start = 0
         for layer in layers:
@@ -66,7 +68,7 @@ def _pack(layers: Sequence[Linear]) -> None:
 
 
 def _is_in_place(layer: Any) -> bool:
-    """Whether the layer's weight is where its pack says."""
+    """Whether the layer's weight still lies in its pack's matrix."""
     pack = vars(layer).get(_PACK)
     if pack is None or not isinstance(layer, PackedLinear) or not _owns_weight(layer):
         return False
@@ -80,17 +82,17 @@ def _is_in_place(layer: Any) -> bool:
 
 
 def _owns_weight(layer: Linear) -> bool:
-    """Whether its weight is a parameter, not computed from others: parametrized, pruned."""
+    """Whether its weight is a parameter, not computed by a parametrization or by pruning."""
     return "weight" in layer._parameters
 
 
 def _is_ordinary(weight: Tensor) -> bool:
-    """Whether it can lie in a matrix: not quantized, not sharded, not offloaded."""
+    """Whether it can become part of a matrix: not quantized, not sharded, not offloaded."""
     return type(weight.data) is Tensor and not weight.is_meta
 
 
 def unpack_linears(model: Any) -> None:
-    """Make them plain linear layers again; their weights stay where they are."""
+    """Make packed layers plain Linear again; their weights stay views of the matrix."""
     for module in model.modules():
         vars(module).pop(_PACK, None)
         if type(module) is PackedLinear:
@@ -100,9 +102,10 @@ def unpack_linears(model: Any) -> None:
 
 
 def _unpack_class(cls: type) -> None:
-    """Let a class that something else derived, as parametrizations do, derive from Linear.
+    """Replace PackedLinear by Linear among the bases of a derived class.
 
-    The class itself stays, for whoever made it looks at its bases to undo it.
+    Parametrizations derive such classes. The class object itself must stay: its author reads its
+    bases to undo the change.
     """
     for base in cls.__bases__:
         if base is not PackedLinear and issubclass(base, PackedLinear):

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .errors import OutOfPagesError
+from .errors import OutOfPagesError, UnsupportedModelError
 
 
 class PageAllocator:
@@ -72,11 +72,11 @@ class PageAllocator:
 class PagePool:
     """K and V storage of every layer, [num_pages, num_kv_heads, page_size, head_dim] each.
 
-    A layer's shape, dtype and device are those of the first K and V it is asked to hold, so
-    quantized, sharded and mixed models need no configuration. The pool grows with the allocator
+    A layer's shape, dtype and device are those of the K and V that a call's first pass computes,
+    so quantized, sharded and mixed models need no configuration. The pool grows with the allocator
     by doubling, but not beyond what `reserve` announced.
 
-    `version` counts the changes of address: what was captured in a graph before is of no use.
+    `version` grows whenever storage moves; graphs captured before must be captured again.
     """
 
     def __init__(self, allocator: PageAllocator) -> None:
@@ -96,16 +96,23 @@ class PagePool:
                 self.version += 1
                 self._layers[layer_idx] = (self._grown(k_pool), self._grown(v_pool))
 
-    def layer(self, layer_idx: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """The (k_pool, v_pool) of a layer, made at its first use.
+    def layer(
+        self, layer_idx: int, k: Tensor, v: Tensor, *, is_first_pass: bool
+    ) -> tuple[Tensor, Tensor]:
+        """The (k_pool, v_pool) of a layer, made in a call's first pass where there is none yet.
 
         Args:
             layer_idx: index of the layer.
             k, v: [num_tokens, num_kv_heads, head_dim], what is about to be written.
+            is_first_pass: nothing of the call is stored yet. A model that has changed its dtype or
+                device since the last call then gets new pools.
+        Raises:
+            UnsupportedModelError: in a later pass, if K and V are unlike those of the first one.
         """
         pools = self._layers.get(layer_idx)
-        # A model that changed its dtype or device has no use for what is stored.
         if pools is None or not (_fits(pools[0], k) and _fits(pools[1], v)):
+            if not is_first_pass:
+                raise UnsupportedModelError(_change_of(layer_idx, pools, k, v))
             pools = self._layers[layer_idx] = (self._created(k), self._created(v))
             self.version += 1
         return pools
@@ -168,4 +175,17 @@ def _fits(pool: Tensor, states: Tensor) -> bool:
         pool.dtype == states.dtype
         and pool.device == states.device
         and (pool.shape[1], pool.shape[3]) == tuple(states.shape[-2:])
+    )
+
+
+def _change_of(layer_idx: int, pools: tuple[Tensor, Tensor] | None, k: Tensor, v: Tensor) -> str:
+    if pools is None:
+        return f"layer {layer_idx} computed no K and V in the first pass of the call"
+    stored, new = (
+        ", ".join(f"{x.shape[1]} heads of {x.shape[-1]} in {x.dtype} on {x.device}" for x in both)
+        for both in (pools, (k, v))
+    )
+    return (
+        f"K and V of layer {layer_idx} changed within a generate call: stored are {stored}; "
+        f"computed were {new}"
     )

@@ -42,9 +42,10 @@ def patch(
 
     Args:
         model: a decoder-only transformers model on any device, or a PEFT model around one.
-        page_size: tokens per page of KV, one of 1, 2, 4, .., 128.
-        max_pages: most pages in use at once, for all layers together; None is no limit but
-            memory. A call that needs more raises OutOfPagesError.
+        page_size: tokens per page of KV, one of 1, 2, 4, .., 128. The CUDA kernels need 16 or more:
+            with less, torch operators take their place (`model.cascade.stats.backend`).
+        max_pages: most pages in use at once; a page holds page_size tokens in every layer. None is
+            no limit but memory. A call that needs more raises OutOfPagesError.
         strict: raise UnsupportedCallError instead of falling back.
         compile: run the decode steps (samples, greedy search and beams) through torch.compile, with
             cascades fused (`fuse_pass`), and on a GPU as one CUDA graph. The first call takes

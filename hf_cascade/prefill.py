@@ -35,7 +35,7 @@ class Prompts:
 def read_prompts(
     input_ids: Tensor, inputs_embeds: Tensor | None, attention_mask: Tensor | None
 ) -> Prompts:
-    """Read a prompt batch to the host (one sync).
+    """Read a prompt batch to the host.
 
     Args:
         input_ids: [batch, length], ignored where there are embeddings.

@@ -13,19 +13,19 @@ import torch
 
 
 def is_faster_by_cublaslt(num_rows: int) -> bool:
-    """Whether a step of so many rows is, by a fixed rule."""
-    # Products of Llama-3.1-8B's shape on an H200, by cuBLASLt instead of torch's own choice: 3%
-    # slower with 8 and 16 rows, 0.5 to 3% faster with 24 to 112, alike with 128, from 160 on 4%
-    # slower. See benchmarks/NOTES.md, "Generate, captured", 10.
+    """Whether cuBLASLt is faster than torch's choice for a step of `num_rows` rows, by measurement."""
+    # Products of Llama-3.1-8B's shape on an H200, cuBLASLt against torch's own choice: 3% slower
+    # with 8 and 16 rows, 0.5 to 3% faster with 24 to 112, equal with 128, 4% slower from 160 on.
+    # See benchmarks/NOTES.md, "Generate, captured", 10.
     return 24 <= num_rows < 128
 
 
 @contextmanager
 def by_faster_library(num_rows: int) -> Iterator[None]:
-    """Within it torch computes products by the library that is faster for steps of so many rows.
+    """Within this context torch uses the library that is faster for steps of `num_rows` rows.
 
-    What the user chose stays. It is a setting of the process: the products of other threads
-    follow it, too, until the last of those who are within has left.
+    A library that the user has selected stays. The setting belongs to the process: products of
+    other threads use it too, until the last holder has left the context.
     """
     is_held = is_faster_by_cublaslt(num_rows) and _hold()
     try:
@@ -37,11 +37,11 @@ def by_faster_library(num_rows: int) -> Iterator[None]:
 
 _lock = threading.Lock()
 _num_holders = 0
-_held: torch._C._BlasBackend | None = None  # what torch calls the library they hold
+_held: torch._C._BlasBackend | None = None  # torch's value for the library that the holders selected
 
 
 def _hold() -> bool:
-    """Choose cuBLASLt, for one more; False where the user has chosen."""
+    """Select cuBLASLt for one more holder; False if the user has selected a library."""
     global _num_holders, _held
     with _lock:
         if _num_holders == 0:
@@ -58,13 +58,13 @@ def _release() -> None:
     with _lock:
         _num_holders -= 1
         choose = torch.backends.cuda.preferred_blas_library
-        if _num_holders == 0 and choose() == _held:  # else another was chosen meanwhile
+        if _num_holders == 0 and choose() == _held:  # else the user has selected another
             choose(torch._C._BlasBackend.Cublas)
 
 
 def _is_chosen() -> bool:
-    # Where nothing was chosen torch answers Cublas, as it does where that was. Its environment
-    # variable tells: 1 is cuBLASLt, 0 is cuBLAS.
+    # torch answers Cublas both by default and if the user has selected cuBLAS. Its environment
+    # variable, if set, is a choice: 1 is cuBLASLt, 0 is cuBLAS.
     return (
         "TORCH_BLAS_PREFER_CUBLASLT" in os.environ
         or torch.backends.cuda.preferred_blas_library() != torch._C._BlasBackend.Cublas
@@ -73,7 +73,7 @@ def _is_chosen() -> bool:
 
 @functools.cache
 def _let_warn() -> None:
-    """Choose cuBLASLt; that this is experimental, which torch says once, is said to nobody."""
+    """Select cuBLASLt without torch's one-time "experimental" warning."""
 
     def choose(_: float) -> float:
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -83,6 +83,6 @@ def _let_warn() -> None:
         warnings.filterwarnings(
             "ignore", r"torch\.backends\.cuda\.preferred_blas_library is an experimental feature"
         )
-        # By itself it writes to stderr, past Python's filters. Within a tensor's method that calls
-        # Python it warns through that.
+        # Called directly, torch writes the warning to stderr, past Python's filters. Called from
+        # within `apply_`, it issues a Python warning, which the filter drops.
         torch.zeros(1, device="cpu").apply_(choose)

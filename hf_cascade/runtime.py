@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import re
+import sys
 import threading
 import warnings
 import weakref
@@ -33,6 +34,7 @@ from .tree import KVTree
 logger = logging.getLogger("hf_cascade")
 
 PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+_LIBRARIES = ("hf_cascade", "transformers", "torch", "contextlib")
 
 
 def _is_same(one: object, other: object) -> bool:
@@ -40,6 +42,10 @@ def _is_same(one: object, other: object) -> bool:
     if isinstance(one, CustomGraphPass) and type(one) is type(other):
         return one is other or (one.uuid() is not None and one.uuid() == other.uuid())
     return one == other
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)
@@ -54,15 +60,28 @@ class Options:
     batch_invariant: bool = False
 
     def __post_init__(self) -> None:
-        if self.page_size not in PAGE_SIZES:
-            raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {self.page_size}")
-        if self.max_pages is not None and self.max_pages < 1:
-            raise ValueError(f"max_pages must be at least 1 or None, got {self.max_pages}")
-        if self.compile not in (True, False, "auto"):
+        if not _is_int(self.page_size) or self.page_size not in PAGE_SIZES:
+            raise ValueError(f"page_size must be one of {PAGE_SIZES}, got {self.page_size!r}")
+        if self.max_pages is not None and not (_is_int(self.max_pages) and self.max_pages >= 1):
+            raise ValueError(
+                f"max_pages must be a whole number, at least 1, or None, got {self.max_pages!r}"
+            )
+        if not isinstance(self.compile, bool) and self.compile != "auto":
             raise ValueError(f'compile must be True, False or "auto", got {self.compile!r}')
         for name in ("strict", "pack_linears", "batch_invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+
+
+def _users_line() -> tuple[str, int]:
+    """File and line of the innermost code that is not the libraries' own."""
+    frame = innermost = sys._getframe(1)
+    while frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:
+        if frame.f_back is None:
+            frame = innermost
+            break
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 class Cascade:
@@ -221,7 +240,10 @@ class Cascade:
         kind = re.sub(r"\d+", "#", reason)  # a length in the reason doesn't make it another one
         if kind not in self._warned:
             self._warned.add(kind)
-            warnings.warn(message, CascadeFallbackWarning, stacklevel=2)
+            # With a registry of its own: Python's remembers the text by the line that warns, and
+            # would keep a second model's warning back.
+            filename, line = _users_line()
+            warnings.warn_explicit(message, CascadeFallbackWarning, filename, line, registry={})
 
     def reclaim(self, tree: KVTree) -> None:
         """A returned cache is gone: take its pages back before the next call."""
@@ -260,7 +282,7 @@ class Call:
         self.cache: CascadeCache | None = None
         self.columns: Columns | None = None
         self.step: DecodeStep | None = None  # where decode steps are compiled
-        self.only_draws = False  # its loop takes logits to draw from them, and for nothing else
+        self.only_draws = False  # the loop uses logits only to draw tokens
         self.is_prefilling = self.is_prefilled = False  # on stock
         self.is_handed_over = False  # the cache outlives the call
         self.prompt_tokens = 0

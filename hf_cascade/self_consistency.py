@@ -348,8 +348,12 @@ def _progress_bar(show: bool | None, total: int) -> Iterator[Callable[[int], obj
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn
     except ImportError:
+        has_rich = False
         if show:
             raise ImportError("progress=True needs rich: pip install rich") from None
+    else:
+        has_rich = True
+    if not has_rich:  # not within `except`: errors of the body would get that one as their context
         yield lambda done: None
         return
     console = Console(stderr=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from .cache import CascadeCache
-from .capture import Capturer, Graph
+from .capture import Capturer, Graph, beside_captures, without_recompiling
 from .draw import Draw
 from .fuse import num_fused
 from .ops import kernels
@@ -103,7 +103,7 @@ class CompiledForward:
         fused_before, started = num_fused(), time.perf_counter()
         try:
             # Known shapes may compile too: dtypes, modes, adapters and hooks can have changed.
-            outputs = self._run(inputs)
+            outputs = beside_captures(lambda: self._run(inputs))
         except Exception as error:
             if self._compiler.failure is not None or not _is_of_compiler(error):
                 raise
@@ -127,8 +127,7 @@ class CompiledForward:
         def run(**own: Any) -> Any:
             cache.advance()
             # What is left to compile is compiled outside, in the step that then takes over.
-            with torch.compiler.set_stance("fail_on_recompile"):
-                return self._run(own)
+            return without_recompiling(lambda: self._run(own))
 
         try:
             with torch.cuda.device(next(tensors(inputs)).device):
@@ -210,7 +209,8 @@ class DecodeStep:
             and self._forward.can_be_captured
             and all(kernels.serve(k_pool) for k_pool, _ in self._cache.pool.layers())
         )
-        # A step that is to be captured soon, too: the same tokens in the first call as in the next.
+        # Also before the capture, so that the first call uses the same library, and gives the same
+        # tokens, as later ones.
         with by_faster_library(len(self._cache.leaves)) if captures else nullcontext():
             if captures:
                 self._graph = self._forward.captured(self._cache, inputs)

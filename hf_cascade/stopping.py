@@ -1,9 +1,9 @@
-"""When generate stops, and which rows are over, without waiting for the GPU.
+"""When generate stops, and which rows are finished, without waiting for the GPU.
 
-Stock generate asks the GPU after each step whether all rows are over, and the GPU idles while the
-host prepares the next step. Here the answer is read one step late, with the next step under way.
-Where it then says "over", that one step is undone, the random state included: tokens and random
-stream are those of stock generate.
+Stock generate waits after each step for the GPU to say whether all rows are finished, and the GPU
+then idles while the host prepares the next step. Here the host reads that answer one step late,
+while the next step runs. If the answer is yes, the extra step is undone, including its effect on
+the random state: tokens and random stream are those of stock generate.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .cache import CascadeCache
 
 
 class HostCopy:
-    """A tensor's values on their way to the host, beside what the GPU does next."""
+    """Copies a tensor to the host while the GPU goes on with its next work."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._host, self._arrived = tensor.detach(), None
@@ -36,7 +36,7 @@ class HostCopy:
             self._arrived.record(stream)
 
     def wait(self) -> Tensor:
-        """The values, as soon as they are here."""
+        """Wait for the copy and return the values."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._host.cpu()
@@ -48,7 +48,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class RowCloser:
-    """Tells the cache which rows are over; on a GPU two steps late, when the host knows anyway."""
+    """Tells the cache which rows are finished; on a GPU two steps late, so that it need not wait."""
 
     def __init__(self, cache: CascadeCache) -> None:
         self._cache = cache
@@ -56,7 +56,7 @@ class RowCloser:
         self._copies: deque[HostCopy] = deque()
 
     def note(self, over: Tensor) -> None:
-        """Of each row, whether this step ended it (bool, [batch])."""
+        """Record which rows this step finished: bool, [batch]."""
         self._over = over if self._over is None else self._over | over
         self._copies.append(HostCopy(self._over))
         if len(self._copies) > (2 if over.device.type == "cuda" else 0):
@@ -64,14 +64,15 @@ class RowCloser:
 
 
 class LateStopCheck:
-    """Whether all rows are over, one step late; in place of transformers' `DeferredStopCheck`.
+    """Whether all rows are finished, one step late; replaces transformers' `DeferredStopCheck`.
 
     Args:
         input_ids: the prompts, [batch, length].
-        max_length: columns at which every row is over; None is no such limit.
+        max_length: the length at which every row is finished; None is no limit.
         cache: the call's.
-        cache_is_returned: as that one is asked; `is_supported` has seen to it that it is False.
-        streamer: gets each step's tokens one step late, and never those of a step undone.
+        cache_is_returned: part of DeferredStopCheck's signature; always False, since `is_supported`
+            refuses True.
+        streamer: gets each step's tokens one step late, and never those of an undone step.
     """
 
     def __init__(
@@ -85,13 +86,13 @@ class LateStopCheck:
         assert not cache_is_returned
         self._max_length, self._cache, self._streamer = max_length, cache, streamer
         self._device = input_ids.device
-        # Of the newest step: which rows go on, its tokens, the random state it left behind.
+        # Of the newest step: which rows go on, its tokens, the random state after it.
         self._newest: tuple[HostCopy, HostCopy | None, Tensor] | None = None
         self._undone = False
 
     @staticmethod
     def is_supported(device: torch.device, cache: Any, cache_is_returned: bool, **_: Any) -> bool:
-        """Whether a step more than needed shows nowhere but in the time it takes."""
+        """Whether one step too many has no visible effect but the time it takes."""
         return (
             device.type == "cuda"
             and isinstance(cache, CascadeCache)
@@ -118,7 +119,7 @@ class LateStopCheck:
         return self._max_length is not None and length >= self._max_length
 
     def finish(self) -> int:
-        """How many steps, 0 or 1, are to be taken back."""
+        """Undo the extra step, if there was one; return how many steps were undone, 0 or 1."""
         if self._undone:
             self._cache.undo_step()
         elif self._newest is not None:
@@ -131,7 +132,7 @@ class LateStopCheck:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """That of the device's generator; it lies on the host, so this is no sync."""
+    """The state of the device's generator. It lies on the host, so reading it does not wait."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
 

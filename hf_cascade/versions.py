@@ -1,6 +1,6 @@
 """The versions that hf_cascade was tested with.
 
-pyproject.toml asks pip for the same, but for the newest torch: it need not be the one of this list.
+pyproject.toml has the same ranges but no upper bound on torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from packaging.version import Version
 
 TESTED_PYTHON = SpecifierSet(">=3.10")
 TESTED_TORCH = SpecifierSet(">=2.11,<2.14")
-# The hooks of `compat` are private to transformers: only what was tested can work.
+# `compat` overrides private hooks of transformers, so only tested versions are allowed.
 TESTED_TRANSFORMERS = SpecifierSet(">=5.17,<5.24")
 
-# torch.compile is tested from the first of them on.
+# torch.compile is tested from the oldest supported torch on.
 LOWEST_TORCH_TO_COMPILE = Version("2.11.0")

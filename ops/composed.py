@@ -1,8 +1,9 @@
 """Attention over a KV tree composed of torch operators: the path where no kernel fits.
 
 K and V are gathered a node (or a batch of like leaves) at a time (`reads.py`), never expanded per
-query head or per sequence, so temporaries stay below the tree's own KV. A pool whose slots are
-evenly spaced in memory spares even that copy where pages are consecutive.
+query head or per sequence: a copy of one node's KV at most, and in float32 where it is not the CPU
+that computes. A pool whose slots are evenly spaced in memory spares the copy where pages are
+consecutive. Scores are computed for so many queries at a time that they stay below 256 MB.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from torch import Tensor
 from .append import Places, find_places, store
 from .merge import as_float32, merge_nonempty, merge_state
 from .reads import Read, Sizes, prefix_reads, suffix_reads
+
+_MOST_SCORES = 1 << 26  # float32 values: 256 MB
 
 
 class Pass(NamedTuple):
@@ -174,14 +177,30 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """State of q [batch, heads, q_len, head_dim] over k, v; causal where q_len == kv_len."""
     if q.device.type == "cpu":
-        # It takes the values of a row to lie side by side, and does not check.
+        # The op assumes stride 1 in the last dimension and doesn't check.
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             q, k, v, 0.0, is_causal, scale=sm_scale
         )
         return out, as_float32(lse)  # float64's is its own
-    scores = torch.matmul(q.float() * sm_scale, k.float().mT)
-    if is_causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(hidden, -torch.inf)
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)
+    return _attend_by_scores(q, k, v, is_causal, sm_scale)
+
+
+def _attend_by_scores(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, sm_scale: float
+) -> tuple[Tensor, Tensor]:
+    k, v = k.float(), v.float()
+    rows = max(1, _MOST_SCORES // max(1, k.shape[2] * q.shape[0] * q.shape[1]))
+    states = []
+    for start in range(0, max(1, q.shape[2]), rows):
+        part = q[:, :, start : start + rows]
+        scores = torch.matmul(part.float() * sm_scale, k.mT)
+        if is_causal:
+            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device)
+            scores = scores.masked_fill(hidden.triu(1 + start), -torch.inf)
+        out = torch.matmul(scores.softmax(-1), v).to(q.dtype)
+        states.append((out, scores.logsumexp(-1)))
+    if len(states) == 1:
+        return states[0]
+    outs, lses = zip(*states, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)

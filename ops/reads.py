@@ -1,13 +1,12 @@
 """Which rows of q read which tokens, found on the host once for all layers of a step.
 
 This is where the values of the index arguments (`cascade.py` describes them) are read and checked;
-`composed.py` computes what comes of it. All layers of a step pass the same tensors: what was found
-for the tensors of the last call is kept until one of them is another, or has changed.
+`composed.py` computes what comes of it. All layers of a step pass the same values: what was found
+for the last call's is kept until a call brings others.
 """
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections import defaultdict
 from collections.abc import Callable
@@ -106,41 +105,34 @@ Found = TypeVar("Found")
 class _Last(threading.local):
     sizes: tuple[int, ...] | None = None  # None: nothing is kept
     tensors: tuple[Tensor, ...] = ()
-    versions: tuple[int, ...] = ()
-    stream: torch.cuda.Stream | None = None
     found: object = None
 
 
-_version_of = operator.attrgetter("_version")
-
-
 def once_a_step(find: Callable[..., Found]) -> Callable[..., Found]:
-    """`find(sizes, *tensors)`, but nothing is found twice in a row for the same arguments."""
+    """`find(sizes, *tensors)`, but nothing is found twice in a row for equal arguments.
+
+    Values are compared with copies of the last call's: a tensor's version counter does not see what
+    is written through numpy, DLPack or `.data`.
+    """
     last = _Last()
 
     @wraps(find)
     def find_or_remember(sizes: tuple[int, ...], *tensors: Tensor) -> Found:
-        stream = None  # what is found on one is not to be relied on in another
-        if tensors[0].is_cuda:
-            # A CUDA graph would keep today's values for good. To read them anew fails, loudly.
-            if torch.cuda.is_current_stream_capturing():
-                return find(sizes, *tensors)
-            stream = torch.cuda.current_stream(tensors[0].device)
-        is_same = (
-            sizes == last.sizes
-            and stream == last.stream
-            and all(map(operator.is_, tensors, last.tensors))
-        )
-        if not (is_same and tuple(map(_version_of, tensors)) == last.versions):
-            last.sizes = None  # whatever happens, what is kept is of one call
+        # A CUDA graph would keep today's values for good. Reading them while it is captured fails.
+        if tensors[0].is_cuda and torch.cuda.is_current_stream_capturing():
+            return find(sizes, *tensors)
+        if not (sizes == last.sizes and all(map(_are_equal, tensors, last.tensors))):
+            last.sizes = None  # if `find` raises, nothing is kept
             last.found = find(sizes, *tensors)
-            last.tensors = tensors
-            if not any(tensor.is_inference() for tensor in tensors):  # whose changes nobody counts
-                last.sizes, last.versions = sizes, tuple(map(_version_of, tensors))
-                last.stream = stream
+            last.tensors = tuple(tensor.clone() for tensor in tensors)
+            last.sizes = sizes
         return last.found  # type: ignore[return-value]
 
     return find_or_remember
+
+
+def _are_equal(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.device == b.device and torch.equal(a, b)
 
 
 # ------------------------------------------------------------------ what the ops ask for

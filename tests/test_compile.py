@@ -35,6 +35,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_cascade
 from hf_cascade import cache, loops, step_plan
+from hf_cascade import capture as capturing
 from hf_cascade.plan import build_layout
 from hf_cascade.runtime import Cascade
 from hf_cascade.step import CompiledForward
@@ -498,3 +499,35 @@ def test_criteria_say_what_stock_s_say() -> None:
             for length in range(5, 11):
                 ids = torch.randint(2, 9, (batch, length))
                 assert torch.equal(ours(ids, None), stock(ids, None))
+
+
+def test_a_capture_in_another_thread_does_not_keep_a_step_from_compiling():
+    """Captures forbid to recompile, and torch knows one such stance for all threads."""
+    is_captured, has_compiled = threading.Event(), threading.Event()
+    compiled = torch.compile(lambda x: x + 1, backend="eager")
+
+    def capture() -> None:
+        is_captured.set()
+        has_compiled.wait(timeout=1)  # it can't: it waits for this to end
+
+    def hold_the_stance() -> None:
+        with capturing._lock:  # as Capturer.capture does
+            capturing.without_recompiling(capture)
+
+    thread = threading.Thread(target=hold_the_stance)
+    thread.start()
+    assert is_captured.wait(timeout=60)
+    with pytest.raises(RuntimeError, match="recompile"):
+        compiled(torch.zeros(2))
+    assert torch.equal(capturing.beside_captures(lambda: compiled(torch.zeros(2))), torch.ones(2))
+    has_compiled.set()
+    thread.join()
+
+
+def test_a_stance_of_the_user_s_own_is_heeded():
+    compiled = torch.compile(lambda x: x + 2, backend="eager")
+    with (
+        torch.compiler.set_stance("fail_on_recompile"),
+        pytest.raises(RuntimeError, match="recompile"),
+    ):
+        capturing.beside_captures(lambda: compiled(torch.zeros(2)))

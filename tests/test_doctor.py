@@ -1,12 +1,15 @@
 """The doctor tells the truth: about this machine, and about machines with one thing changed."""
 
+import errno
 import importlib
 import importlib.metadata
 import json
 import shutil
 import subprocess
 import sys
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,23 +41,17 @@ def backends(report):
 
 
 @pytest.fixture
-def fresh_kernels():
-    """No memory of what was found, before and after."""
-    kernels._load.cache_clear()
-    yield
-    kernels._load.cache_clear()
-
-
-@pytest.fixture
-def gpu(monkeypatch, fresh_kernels, tmp_path):
+def gpu(monkeypatch, tmp_path):
     """A machine with a GPU, its tools, and no library built yet."""
     properties = SimpleNamespace(name="Some GPU", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(kernels, "_found", None)
+    monkeypatch.setattr(kernels, "nvcc_release", lambda: "13.0")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     monkeypatch.setattr(
-        torch.cuda, "get_device_capability", lambda: (properties.major, properties.minor)
+        torch.cuda, "get_device_capability", lambda i=0: (properties.major, properties.minor)
     )
     monkeypatch.setattr(kernels, "library_name", lambda targets=(): "_C_cuda_test.so")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -205,16 +202,92 @@ def test_an_old_gpu_is_the_reason_even_where_a_library_is(gpu):
     assert kernels.load().library is None
 
 
-def test_status_knows_what_load_has_built(gpu, monkeypatch):
+def test_an_nvcc_of_another_cuda_is_noted(gpu, monkeypatch):
+    monkeypatch.setattr(kernels, "nvcc_release", lambda: "13.9")
+    assert not hf_cascade.doctor().notes
+    monkeypatch.setattr(kernels, "nvcc_release", lambda: "12.9")
+    (note,) = hf_cascade.doctor().notes
+    assert "nvcc is of CUDA 12.9" in note
+    assert "torch was built with 13.0" in note
+
+
+# Building at first use
+
+
+@pytest.fixture
+def builds(gpu, monkeypatch):
+    """What was built for `gpu`: its targets."""
+    builds = []
+
     def build(library, *, targets):
-        library.parent.mkdir(parents=True, exist_ok=True)
+        builds.append(targets)
+        time.sleep(0.1)  # for others to come
         library.touch()
 
     monkeypatch.setattr(kernels, "build", build)
     monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    return builds
+
+
+def test_status_knows_what_load_has_built(gpu, builds):
     assert kernels.status().library is None
     assert kernels.load().library == gpu.cache / "_C_cuda_test.so"
     assert kernels.status().library == gpu.cache / "_C_cuda_test.so"
+
+
+def test_threads_build_once(gpu, builds):
+    with ThreadPoolExecutor(4) as pool:
+        found = [future.result() for future in [pool.submit(kernels.load) for _ in range(4)]]
+    assert {status.library for status in found} == {gpu.cache / "_C_cuda_test.so"}
+    assert len(builds) == 1
+
+
+@pytest.mark.parametrize("has_built", [True, False])
+def test_a_process_waits_for_another_that_builds_and_not_for_a_dead_one(
+    gpu, builds, caplog, has_built
+):
+    gpu.cache.mkdir()
+    code = (
+        "import fcntl, sys\n"
+        "with open(sys.argv[1], 'w') as lock:\n"
+        "    fcntl.flock(lock, fcntl.LOCK_EX)\n"
+        "    print(flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", code, str(gpu.cache / "build.lock")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with ThreadPoolExecutor(1) as pool, subprocess.Popen(command, **pipes) as builder:
+        builder.stdout.readline()
+        loading = pool.submit(kernels.load)
+        deadline = time.monotonic() + 60
+        while "another process" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not loading.done()
+        assert not builds
+        if has_built:
+            (gpu.cache / "_C_cuda_test.so").touch()
+        builder.kill()
+    assert loading.result().library == gpu.cache / "_C_cuda_test.so"
+    assert len(builds) == (not has_built)
+
+
+def test_a_cache_that_cannot_be_locked_is_built_in(gpu, builds, monkeypatch):
+    def flock(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    assert kernels.load().library == gpu.cache / "_C_cuda_test.so"
+
+
+def test_a_build_is_for_every_gpu_that_kernels_serve(gpu, builds, monkeypatch):
+    capabilities = [(9, 0), (8, 6), (7, 5), (9, 0), (12, 0)]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: capabilities[i])
+    assert kernels.load().library
+    assert builds == [("80", "90a")]
+
+
+# Devices
 
 
 def test_a_gpu_that_this_torch_does_not_serve_is_noted(monkeypatch):

@@ -14,6 +14,7 @@ import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -703,6 +704,24 @@ def test_what_stock_fails_on_fails_as_in_stock(unfit, reason):
     assert messages[0] == messages[1]
     [warning] = [w for w in caught if w.category is CascadeFallbackWarning]
     assert reason in str(warning.message)
+
+
+@pytest.mark.parametrize("again", ["another model", "patched anew"])
+def test_each_patched_model_warns_with_python_s_usual_filter(again):
+    """That shows a text once for each line of code that warns."""
+    model = hf_cascade.patch(new_model("mistral", sliding_window=8))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            run(model, **batch(tokens(10)))
+            run(model, **batch(tokens(10)))
+            if again == "another model":
+                model = hf_cascade.patch(new_model("mistral", sliding_window=8))
+            else:
+                hf_cascade.patch(hf_cascade.unpatch(model))
+    found = [warning for warning in caught if warning.category is CascadeFallbackWarning]
+    assert len(found) == 2
+    assert all(Path(warning.filename).name == "models.py" for warning in found), "the caller's line"
 
 
 def test_a_length_in_the_reason_does_not_warn_again():

@@ -142,7 +142,7 @@ def test_used_and_free_are_all_pages_after_every_call(calls, max_pages):
 def grown(pool):
     """The tensors of layer 0, able to hold every page handed out: what a pass begins with."""
     pool.grow()
-    return pool.layer(0, states(), states())
+    return pool.layer(0, states(), states(), is_first_pass=True)
 
 
 def test_growth_keeps_contents():
@@ -163,7 +163,7 @@ def test_growth_keeps_contents():
 
 def test_on_a_cpu_a_head_s_tokens_of_consecutive_pages_are_neighbours():
     pool = new_pool(5)
-    for side in (*pool.layer(0, states(), states()), *grown(pool)):
+    for side in (*pool.layer(0, states(), states(), is_first_pass=True), *grown(pool)):
         tokens = Tokens(slice(1, 4), num_nodes=1, first_slot=2, kv_len=9).of(side)
         assert tokens.stride()[2:] == (HEAD_DIM, 1)
         assert tokens.data_ptr() == side[1, 0, 2].data_ptr()  # no copy of them
@@ -218,10 +218,10 @@ def test_storage_is_never_larger_than_max_pages(reserved):
 def test_each_layer_takes_its_shape_and_dtype_from_what_it_is_given():
     pool = new_pool(3)
     k, v = states(torch.float16), torch.zeros(5, NUM_KV_HEADS, 16, dtype=torch.bfloat16)
-    k_pool, v_pool = pool.layer(7, k, v)
+    k_pool, v_pool = pool.layer(7, k, v, is_first_pass=True)
     assert (k_pool.shape, k_pool.dtype) == ((3, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), torch.float16)
     assert (v_pool.shape, v_pool.dtype) == ((3, NUM_KV_HEADS, PAGE_SIZE, 16), torch.bfloat16)
-    other, _ = pool.layer(2, states(num_kv_heads=5), states(num_kv_heads=5))
+    other, _ = pool.layer(2, states(num_kv_heads=5), states(num_kv_heads=5), is_first_pass=True)
     assert other.shape[1] == 5
     assert [k_pool.dtype for k_pool, _ in pool.layers()] == [torch.float32, torch.float16]
 
@@ -232,9 +232,9 @@ def test_each_layer_takes_its_shape_and_dtype_from_what_it_is_given():
 @pytest.mark.parametrize("is_key", [True, False])
 def test_a_changed_model_gets_fresh_storage(changed, is_key):
     pool = new_pool(2)
-    pool.layer(0, states(), states())
+    pool.layer(0, states(), states(), is_first_pass=True)
     k, v = (changed, states()) if is_key else (states(), changed)
-    k_pool, v_pool = pool.layer(0, k, v)
+    k_pool, v_pool = pool.layer(0, k, v, is_first_pass=True)
     for tensor, given_states in ((k_pool, k), (v_pool, v)):
         assert tensor.dtype == given_states.dtype
         assert tensor.shape[::3] == (2, given_states.shape[-1])
@@ -245,7 +245,7 @@ def test_a_changed_model_gets_fresh_storage(changed, is_key):
 def test_copy_pages_copies_whole_pages_in_every_layer_and_nothing_else():
     pool = new_pool(6)
     for layer_idx in range(3):
-        k_pool, v_pool = pool.layer(layer_idx, states(), states())
+        k_pool, v_pool = pool.layer(layer_idx, states(), states(), is_first_pass=True)
         k_pool.copy_(torch.randn(k_pool.shape))
         v_pool.copy_(torch.randn(v_pool.shape))
     before = [(k.clone(), v.clone()) for k, v in pool.layers()]
@@ -261,11 +261,11 @@ def test_copy_pages_copies_whole_pages_in_every_layer_and_nothing_else():
 def test_pages_handed_out_since_the_last_layer_can_be_copied_to():
     """Beam search clones right after a step: the targets are newer than the pool."""
     pool = new_pool(2)
-    k_pool, _ = pool.layer(0, states(), states())
+    k_pool, _ = pool.layer(0, states(), states(), is_first_pass=True)
     k_pool[1] = 5
     [target] = pool.allocator.allocate(1)
     pool.copy_pages([(1, target)])
-    k_pool, _ = pool.layer(0, states(), states())
+    k_pool, _ = pool.layer(0, states(), states(), is_first_pass=True)
     assert (k_pool[target] == 5).all()
     assert (k_pool[1] == 5).all()
 
@@ -276,7 +276,7 @@ def test_storage_born_in_any_mode_can_be_written_in_any_other(inside, after):
     pool = new_pool(2)
     with inside():
         k = states() + 1
-        for tensor in pool.layer(0, k, k):
+        for tensor in pool.layer(0, k, k, is_first_pass=True):
             assert not tensor.is_inference()
             tensor[0, :, 0] = k[0]
     pool.allocator.allocate(1)  # grows: contents pass from one mode to the other
@@ -293,17 +293,21 @@ def test_storage_born_in_any_mode_can_be_written_in_any_other(inside, after):
 def test_storage_does_not_join_the_graph_of_what_it_is_shaped_by():
     pool = new_pool(2)
     k = states().requires_grad_()
-    assert not any(tensor.requires_grad for tensor in pool.layer(0, k * 2, k * 2))
+    assert not any(
+        tensor.requires_grad for tensor in pool.layer(0, k * 2, k * 2, is_first_pass=True)
+    )
     pool.allocator.allocate(3)
-    assert not any(tensor.requires_grad for tensor in pool.layer(0, k * 2, k * 2))
+    assert not any(
+        tensor.requires_grad for tensor in pool.layer(0, k * 2, k * 2, is_first_pass=True)
+    )
 
 
 @pytest.mark.parametrize("num_pages", [1, 3, 8])
 def test_page_bytes_are_those_of_the_storage(num_pages):
     pool = new_pool(num_pages)
     assert pool.page_bytes() == 0
-    pool.layer(0, states(), states())
-    pool.layer(1, states(torch.float16), states(torch.float16, num_kv_heads=3))
+    pool.layer(0, states(), states(), is_first_pass=True)
+    pool.layer(1, states(torch.float16), states(torch.float16, num_kv_heads=3), is_first_pass=True)
     stored = sum(tensor.untyped_storage().nbytes() for pair in pool.layers() for tensor in pair)
     assert pool.page_bytes() * num_pages == stored
     numbers = PAGE_SIZE * HEAD_DIM
@@ -312,6 +316,6 @@ def test_page_bytes_are_those_of_the_storage(num_pages):
 
 def test_page_bytes_before_any_page_is_handed_out():
     pool = new_pool(0)
-    k_pool, _ = pool.layer(0, states(), states())
+    k_pool, _ = pool.layer(0, states(), states(), is_first_pass=True)
     assert k_pool.shape[0] == 0
     assert pool.page_bytes() == 2 * 4 * NUM_KV_HEADS * PAGE_SIZE * HEAD_DIM

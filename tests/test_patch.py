@@ -127,7 +127,12 @@ def test_batch_invariance_reaches_the_work_lists(batch_invariant, monkeypatch):
         ({"page_size": 3}, "page_size must be one of .*, got 3"),
         ({"page_size": 0}, "page_size must be one of .*, got 0"),
         ({"page_size": 256}, "page_size must be one of .*, got 256"),
-        ({"max_pages": 0}, "max_pages must be at least 1 or None, got 0"),
+        ({"page_size": 16.0}, "page_size must be one of .*, got 16.0"),
+        ({"page_size": True}, "page_size must be one of .*, got True"),
+        ({"max_pages": 0}, "max_pages must be a whole number, at least 1, or None, got 0"),
+        ({"max_pages": 2.5}, "max_pages must be a whole number, at least 1, or None, got 2.5"),
+        ({"max_pages": True}, "max_pages must be a whole number, at least 1, or None, got True"),
+        ({"compile": 1}, 'compile must be True, False or "auto", got 1'),
         ({"batch_invariant": "False"}, "batch_invariant must be True or False, got 'False'"),
         ({"pack_linears": None}, "pack_linears must be True or False, got None"),
         ({"strict": 1}, "strict must be True or False, got 1"),
@@ -377,3 +382,27 @@ def test_forward_passes_outside_generate_are_unchanged_to_the_bit():
         ):
             if isinstance(one, torch.Tensor):
                 assert torch.equal(one, other)
+
+
+def test_kv_that_changes_within_a_call_is_an_error():
+    """What the prompt stored is of no use to it; a new pool would hold garbage in its place."""
+    model = hf_cascade.patch(new_model())
+    attention = model.model.layers[1].self_attn
+
+    def round_in_steps(module, args, output):
+        return output.bfloat16() if output.shape[1] == 1 else output
+
+    hooks = [getattr(attention, f"{x}_proj").register_forward_hook(round_in_steps) for x in "qkv"]
+    hooks.append(attention.o_proj.register_forward_pre_hook(lambda module, args: args[0].float()))
+    changed = r"layer 1 changed within a generate call: .*float32 on cpu.*bfloat16 on cpu"
+    with pytest.raises(UnsupportedModelError, match=changed):
+        run(model, **PROMPT)
+    for hook in hooks:
+        hook.remove()
+    assert_same(run(new_model(), **PROMPT), run(model, **PROMPT))
+
+
+def test_a_model_may_change_its_dtype_between_calls():
+    model, stock = hf_cascade.patch(new_model(), strict=True), new_model()
+    for dtype in (torch.float32, torch.float64, torch.float32):
+        assert_same(run(stock.to(dtype), **PROMPT), run(model.to(dtype), **PROMPT))

@@ -5,6 +5,7 @@ attention, and an interruption leaves no trace.
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 import torch
@@ -86,6 +87,43 @@ def test_threads_on_one_model_take_turns():
     in_threads(*(greedily(model, batch(tokens(9, seed=s), tokens(5, seed=s))) for s in range(4)))
     assert most == [1]
     assert model.cascade.allocator.pages_in_use == 0
+
+
+@pytest.mark.parametrize("then", ["unpatched", "patched anew"])
+def test_a_call_that_waited_runs_on_the_model_as_it_then_is(then):
+    model = hf_cascade.patch(new_model())
+    expected = new_model().generate(**RAGGED, max_new_tokens=4, do_sample=False)
+    old, waits = model.cascade, threading.Event()
+    lock, found = old.lock, []
+
+    class Noted:
+        """The lock, which tells when someone comes to it."""
+
+        def __enter__(self):
+            waits.set()
+            lock.acquire()
+
+        def __exit__(self, *_):
+            lock.release()
+
+    def call():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found.append(model.generate(**RAGGED, max_new_tokens=4, do_sample=False))
+
+    with lock:
+        old.lock = Noted()
+        thread = threading.Thread(target=call)
+        thread.start()
+        assert waits.wait(timeout=60)
+        hf_cascade.unpatch(model)
+        if then == "patched anew":
+            hf_cascade.patch(model)
+    thread.join()
+    assert torch.equal(found[0], expected)
+    if then == "patched anew":
+        assert model.cascade is not old
+        assert model.cascade.stats.path == "cascade"
 
 
 def test_models_made_from_one_config_generate_in_threads():

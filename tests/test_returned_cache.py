@@ -292,3 +292,22 @@ def test_shallow_copies_of_it_do_not_grow():
     shallow = copy.copy(cache)
     assert [layer.keys.shape[2] for layer in shallow.layers] == [length] * len(shallow.layers)
     assert [layer.keys.shape[2] for layer in cache.layers] == [length] * len(cache.layers)
+
+
+def test_what_fails_to_be_gathered_is_still_there(monkeypatch):
+    """Out of memory, say: the caller frees some and asks again."""
+    arguments = RAGGED | CACHED
+    returned = run(hf_cascade.patch(new_model()), **arguments).out.past_key_values
+    update, calls = DynamicCache.update, []
+
+    def fail_in_the_second_layer(self, *args, **kwargs):
+        calls.append(args)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("no room")
+        return update(self, *args, **kwargs)
+
+    with monkeypatch.context() as patching:
+        patching.setattr(DynamicCache, "update", fail_in_the_second_layer)
+        with pytest.raises(torch.OutOfMemoryError):
+            returned.get_seq_length()
+    assert_same_cache(run(new_model(), **arguments).out.past_key_values, returned)

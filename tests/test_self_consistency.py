@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 
 import hf_cascade
 from hf_cascade import Consensus, self_consistency
+from hf_cascade.self_consistency import _progress_bar
 from tests.models import BOS, PAD, VOCAB_SIZE, forwarded_tokens, new_model, run, trie_size
 
 EOS = 2
@@ -460,3 +461,11 @@ def test_progress_needs_rich_only_if_asked_for(monkeypatch):
     show(progress=None)
     with pytest.raises(ImportError, match="progress=True needs rich"):
         show(progress=True)
+
+
+def test_errors_without_rich_have_nothing_to_do_with_it(monkeypatch):
+    for name in ("rich", "rich.console", "rich.progress"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ZeroDivisionError) as error, _progress_bar(None, 1):
+        _ = 1 / 0
+    assert error.value.__context__ is None

@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 from cases import FOREST, TREES, PagedTree, Tree, build, cut, int32, renumber_pages, reorder, trees
-from hf_cascade.ops import reference
+from hf_cascade.ops import composed, reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Flat, State, assert_attends, attention
@@ -37,6 +37,17 @@ def test_a_tree_equals_its_sequences(implementation, tree, dtype):
 @over_trees
 def test_pools_may_lie_slot_by_slot(tree):
     assert_equals_sequences(build(replace(tree, by_slot=True)))
+
+
+@over_trees
+@over_dtypes
+@pytest.mark.parametrize("most_scores", [1, 24, 1 << 26])
+def test_elsewhere_than_on_a_cpu_scores_are_computed_a_few_rows_at_a_time(
+    tree, dtype, most_scores, monkeypatch
+):
+    monkeypatch.setattr(composed, "_attend", composed._attend_by_scores)
+    monkeypatch.setattr(composed, "_MOST_SCORES", most_scores)
+    assert_equals_sequences(build(tree, dtype))
 
 
 @over_trees
