@@ -29,6 +29,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
+from hf_cascade.ops.cascade import HEADER_WORDS
 from torch import Tensor
 
 from benchmarks.bench_attention import HEAD_DIM, MAX_ERROR, build, error, grid, write_results
@@ -46,7 +47,6 @@ METRICS = {
 }
 LAYERS = 2  # of a shape that ncu sees: the checked one, and the one that counts
 LEAST_READ, MOST_READ = 0.95, 1.1  # x KV; less is a count that can't be
-HEADER_WORDS = 9  # of a work list, csrc/params.h
 STATE_BYTES = HEAD_DIM * 2 + 8  # of a row: fp16, lse and scale
 
 

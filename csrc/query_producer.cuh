@@ -1,8 +1,8 @@
-// The producer warp of a launch in which some sequence has several query tokens (prefill): a tile
-// of them walks its whole path, the prefix in full and the leaf causally, and leaves no partial
-// states.
+// The producer warp of a launch in which some sequence has several query tokens (prefill). An item
+// is a tile of a sequence's query tokens and covers its whole path, the prefix in full and the leaf
+// causally. So there are no partial states.
 //
-//   Owns     the CTA's tickets for query tiles, of which the list only counts each sequence's.
+//   Owns  The CTA's tickets for query tiles. The work list has only their number per sequence.
 #pragma once
 
 #include "item_tiles.cuh"
@@ -16,7 +16,7 @@ class QueryProducer : ItemTiles<Traits> {
 
   __device__ void run(const WorkHeader& header) {
     ptx::wait_for_previous_kernel();
-    ptx::let_next_kernel_start();  // which finds nothing to merge
+    ptx::let_next_kernel_start();  // the merge, which finds nothing to do
     const int num_items = header.num_shared_items;
     num_stages_ = shared_.num_ring_stages(header);
     int ticket = static_cast<int>(blockIdx.x), drawn = 0;
@@ -26,7 +26,7 @@ class QueryProducer : ItemTiles<Traits> {
       send_item(ticket);
       ticket = __shfl_sync(~0u, drawn, 0) + static_cast<int>(gridDim.x);
     }
-    if (num_items > 0) send_stop();  // else nobody waits for a tile
+    if (num_items > 0) send_stop();  // else no matrix warp waits for a tile
   }
 
  private:
@@ -43,7 +43,7 @@ class QueryProducer : ItemTiles<Traits> {
     const int leaf_len = leaf < 0 ? 0 : p_.tree.kv_len[leaf];
     const int tile_tokens = tokens_per_tile(p_.group_size);
     const int num_query_tiles = ceil_div(q_len, tile_tokens);
-    // The last see most: longest first.
+    // The last tile sees most tokens; the longest item goes first.
     const int first = (num_query_tiles - 1 - local % num_query_tiles) * tile_tokens;
     const int num_tokens = min(tile_tokens, q_len - first);
     const int first_visible = leaf_len - q_len + first + 1;  // may be below 0
@@ -63,7 +63,7 @@ class QueryProducer : ItemTiles<Traits> {
     }
     begin_item(local / num_query_tiles, num_tokens * p_.group_size, begin + first,
                max(1, num_tiles));
-    // The path's nodes, then the leaf; nothing to see: an empty tile.
+    // The path's nodes, then the leaf. If there is nothing to see, one empty tile.
     const int num_segments = max(1, path_length + (leaf_end > 0));
     for (int i = 0; i < num_segments; ++i) {
       Segment segment = leaf_segment;
@@ -76,7 +76,7 @@ class QueryProducer : ItemTiles<Traits> {
   }
 
   __device__ int tiles_of(int node, int end) const {
-    return count_tiles(p_.tree.first_slot[node], 0, end, Traits::kKvTile);
+    return count_tiles(p_.tree.first_slot[node], end, Traits::kKvTile);
   }
 
   __device__ Segment segment_of(int node, int end) const {
@@ -84,7 +84,7 @@ class QueryProducer : ItemTiles<Traits> {
     return {p_.tree.kv_indptr[node], first_slot, first_slot + end};
   }
 
-  // All of its tiles, at least one.
+  // Sends all tiles of a segment, at least one.
   __device__ void send_segment(const Segment& segment) {
     const PageWindow::Run run = segment.run(p_);
     window_.send_for(run);
@@ -101,7 +101,7 @@ class QueryProducer : ItemTiles<Traits> {
     } while (start < segment.end);
   }
 
-  // Rows of `out`.
+  // Every token's target is its row of `out`.
   __device__ Targets find_targets() const {
     Targets targets;
     for (int i = 0; i < kTokensPerLane; ++i) targets.of[i] = ~(first_token_ + lane_ + 32 * i);

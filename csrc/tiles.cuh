@@ -26,10 +26,10 @@ __host__ __device__ constexpr int tokens_per_tile(int group_size) {
 
 __host__ __device__ constexpr int align_slot(int slot) { return slot / kBoxTokens * kBoxTokens; }
 
-// KV tiles that cover tokens [begin, end) of a node; a tile starts at a multiple of 16 slots.
-__host__ __device__ constexpr int count_tiles(int first_slot, int begin, int end, int kv_tile) {
-  if (begin >= end) return 0;
-  return ceil_div(first_slot + end - align_slot(first_slot + begin), kv_tile);
+// KV tiles that cover a node's first `tokens`; a tile starts at a multiple of 16 slots.
+__host__ __device__ constexpr int count_tiles(int first_slot, int tokens, int kv_tile) {
+  if (tokens <= 0) return 0;
+  return ceil_div(first_slot + tokens - align_slot(first_slot), kv_tile);
 }
 
 // Of a launch, what its work list can't be used without.

@@ -327,7 +327,6 @@ class Call:
             reason=self.reason,
             prompt_tokens=self.prompt_tokens,
             prefill_tokens=self.prompt_tokens if cache is None else self.prefill_tokens,
-            reused_tokens=0,
             decode_steps=self.decode_steps if cache is None else cache.decode_steps,
             kv_bytes=0 if cache is None else allocator.peak_pages_in_use * page_bytes,
             kv_bytes_unshared=stored_tokens * page_bytes // allocator.page_size,

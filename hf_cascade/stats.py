@@ -15,8 +15,6 @@ class GenerateStats:
         prompt_tokens: tokens that stock generate would forward in prefill: rows x length, padding
             excluded.
         prefill_tokens: tokens really forwarded in prefill (on the stock path: prompt_tokens).
-        reused_tokens: prompt tokens whose KV an earlier call had left behind: 0, as calls leave
-            none behind so far.
         decode_steps: forward passes after prefill.
         kv_bytes: most bytes of pages in use at once, K and V, all layers; pages count whole, full
             or not; 0 on the stock path.
@@ -34,7 +32,6 @@ class GenerateStats:
     reason: str | None
     prompt_tokens: int
     prefill_tokens: int
-    reused_tokens: int
     decode_steps: int
     kv_bytes: int
     kv_bytes_unshared: int

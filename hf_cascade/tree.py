@@ -174,8 +174,8 @@ class KVTree:
 
     # Sequences grow: extend, slots, reorder
 
-    def extend(self, leaves: Sequence[Node], tokens: Sequence[bytes]) -> list[list[int]]:
-        """Append tokens to each leaf; returns their slots, page * page_size + offset.
+    def extend(self, leaves: Sequence[Node], tokens: Sequence[bytes]) -> None:
+        """Append tokens to each leaf.
 
         Args:
             leaves: leaves of live sequences, each at most once.
@@ -191,13 +191,9 @@ class KVTree:
             for leaf, new in zip(leaves, tokens, strict=True)
         ]
         pages = iter(self.allocator.allocate(sum(num_new_pages)))
-        slots = []
         for leaf, new, count in zip(leaves, tokens, num_new_pages, strict=True):
-            start = leaf.kv_len
             leaf.pages.extend(islice(pages, count))
             leaf.tokens += new
-            slots.append(self.slots(leaf, start, leaf.kv_len))
-        return slots
 
     def slots(self, node: Node, start: int = 0, stop: int | None = None) -> list[int]:
         """Where tokens [start, stop) of `node`, all by default, lie: page * page_size + offset."""
@@ -304,10 +300,6 @@ class KVTree:
         while path[-1].parent is not None:
             path.append(path[-1].parent)
         return path[::-1]
-
-    def level(self, node: Node) -> int:
-        """The cascade level of `node`: 0 is a root."""
-        return len(self.path(node)) - 1
 
     def describe(self) -> str:
         """The tree as text, one line per node; leaves side by side that look alike share one."""

@@ -38,6 +38,12 @@ from .checks import (
 from .library import define
 from .reads import Sizes, prefix_reads, suffix_reads
 
+# The work list of the CUDA kernels, in int32: csrc/params.h has its parts, csrc/split_rule.cuh and
+# csrc/cascade_attention.cu the sizes.
+HEADER_WORDS, ITEM_WORDS = 9, 16
+SPLIT_UNIT = 64  # tokens of the shortest split
+SCRATCH_STATES = 8192  # most partial states, unless there are more reads and sequences
+
 
 def prefix_attention(
     q: Tensor,
@@ -269,13 +275,13 @@ def _work_list_fake(
     )  # fmt: skip
     if q_indptr.device.type != "cuda":
         return q_indptr.new_empty(0)
-    # As csrc/params.h and csrc/cascade_attention.cu have it: counts, then 16 values an item.
     num_seqs, num_reads = leaves.shape[0], readers.shape[0]
     least = num_reads + num_seqs
-    most = least + num_seqs * (kv_indices.shape[0] * page_size // 64)
-    num_states = torch.sym_min(most, torch.sym_max(least, 8192))  # no guard on which it is
-    counts = 9 + 2 * (num_seqs + 1) + 2 * num_reads
-    return q_indptr.new_empty((counts + 3) // 4 * 4 + 16 * num_states * num_kv_heads)
+    most = least + num_seqs * (kv_indices.shape[0] * page_size // SPLIT_UNIT)
+    # No guard on which it is.
+    num_states = torch.sym_min(most, torch.sym_max(least, SCRATCH_STATES))
+    counts = HEADER_WORDS + 2 * (num_seqs + 1) + 2 * num_reads
+    return q_indptr.new_empty((counts + 3) // 4 * 4 + ITEM_WORDS * num_states * num_kv_heads)
 
 
 def _state_like(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -235,7 +235,18 @@ def test_status_knows_what_load_has_built(gpu, builds):
     assert kernels.status().library == gpu.cache / "_C_cuda_test.so"
 
 
-def test_threads_build_once(gpu, builds):
+def test_what_is_loaded_stays_when_the_sources_change(gpu, builds, monkeypatch):
+    gpu.cache.mkdir()
+    (gpu.cache / "_C_cuda_test.so").touch()
+    assert kernels.status().library == gpu.cache / "_C_cuda_test.so"
+    # A second library would define the ops again, which torch refuses.
+    monkeypatch.setattr(kernels, "library_name", lambda targets=(): "_C_cuda_changed.so")
+    assert kernels.load().library == gpu.cache / "_C_cuda_test.so"
+    assert not builds
+
+
+def test_threads_build_once(gpu, builds, monkeypatch):
+    monkeypatch.setattr(kernels, "fcntl", None)  # it would part them too, where it is
     with ThreadPoolExecutor(4) as pool:
         found = [future.result() for future in [pool.submit(kernels.load) for _ in range(4)]]
     assert {status.library for status in found} == {gpu.cache / "_C_cuda_test.so"}
@@ -262,6 +273,7 @@ def test_a_process_waits_for_another_that_builds_and_not_for_a_dead_one(
         deadline = time.monotonic() + 60
         while "another process" not in caplog.text and time.monotonic() < deadline:
             time.sleep(0.01)
+        assert "another process" in caplog.text
         assert not loading.done()
         assert not builds
         if has_built:
@@ -279,12 +291,21 @@ def test_a_cache_that_cannot_be_locked_is_built_in(gpu, builds, monkeypatch):
     assert kernels.load().library == gpu.cache / "_C_cuda_test.so"
 
 
-def test_a_build_is_for_every_gpu_that_kernels_serve(gpu, builds, monkeypatch):
-    capabilities = [(9, 0), (8, 6), (7, 5), (9, 0), (12, 0)]
+@pytest.mark.parametrize(
+    ("capabilities", "targets"),
+    [
+        ([(9, 0), (8, 6), (12, 0), (9, 0)], ("80", "90a")),
+        ([(8, 0), (9, 0)], ("80", "90a")),
+        ([(9, 0), (7, 5)], ("90a",)),
+    ],
+)
+def test_a_build_is_for_every_gpu_that_kernels_serve(
+    gpu, builds, monkeypatch, capabilities, targets
+):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda i=0: capabilities[i])
     assert kernels.load().library
-    assert builds == [("80", "90a")]
+    assert builds == [targets]
 
 
 # Devices

@@ -344,7 +344,7 @@ def test_extend_without_enough_pages_changes_no_leaf(page_size):
         tree.extend(leaves, [b"", token_bytes([5]), token_bytes([5] * page_size)])
     assert caught.value.needed == {1: 2}.get(page_size, 1)
     assert snapshot(tree, allocator) == before
-    assert tree.extend(leaves, [b""] * 3) == [[], [], []]
+    tree.extend(leaves, [b""] * 3)
     assert snapshot(tree, allocator) == before
 
 
@@ -540,7 +540,8 @@ def test_wrong_calls_name_the_argument_and_change_nothing():
 
 def test_calls_about_nothing_are_fine():
     tree, allocator = new_tree(4)
-    assert tree.insert([]) == tree.open_leaves([]) == tree.extend([], []) == tree.nodes() == []
+    tree.extend([], [])
+    assert tree.insert([]) == tree.open_leaves([]) == tree.nodes() == []
     assert tree.reorder([], []) == ([], [])
     assert tree.slots(Node()) == []
     assert (tree.roots, allocator.pages_in_use) == ([], 0)
@@ -553,7 +554,7 @@ def test_nodes_come_depth_first_and_deep_trees_are_fine():
         [leaf, _] = tree.fork(leaf, 2)
         tree.extend([leaf], [token_bytes([token])])
     nodes = tree.nodes()
-    assert tree.level(leaf) == 2999
+    assert len(tree.path(leaf)) == 3000
     assert all(b.parent is a for a, b in pairwise(nodes[:3000]))
     assert path_ids(tree, leaf) == list(range(3000))
     tree.clear()

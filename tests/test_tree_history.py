@@ -112,12 +112,14 @@ class TreeAgainstLists(RuleBasedStateMachine):
 
     def extend(self, leaves: list[Node], new: list[list[int]], is_read: bool) -> None:
         shown = [tokens if is_read else [UNKNOWN_TOKEN] * len(tokens) for tokens in new]
-        slots = self.attempt(self.tree.extend, leaves, [token_bytes(tokens) for tokens in shown])
-        if slots is not None:
-            for leaf, tokens, leaf_slots in zip(leaves, new, slots, strict=True):
+        lengths = [leaf.kv_len for leaf in leaves]
+        self.attempt(self.tree.extend, leaves, [token_bytes(tokens) for tokens in shown])
+        for leaf, tokens, length in zip(leaves, new, lengths, strict=True):
+            if leaf.kv_len > length:  # there were pages enough
                 self.sequences[leaf] = self.sequences[leaf] + tokens
                 values = kv_of(self.sequences[leaf])
-                self.write(leaf_slots, values[len(values) - len(tokens) :])
+                slots = self.tree.slots(leaf, length, leaf.kv_len)
+                self.write(slots, values[len(values) - len(tokens) :])
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data(), count=st.integers(1, 3))

@@ -14,12 +14,11 @@ from random import Random
 
 import pytest
 from cases import TREES, Tree
+from hf_cascade.ops.cascade import SCRATCH_STATES, SPLIT_UNIT
 from host_sources import can_compile
 from work_lists import (
     NOWHERE,
     ROWS_PER_TILE,
-    SCRATCH_STATES,
-    SPLIT_UNIT,
     Launch,
     WorkList,
     compile_work_list,

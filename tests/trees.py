@@ -79,7 +79,6 @@ def check_structure(tree: KVTree, allocator: PageAllocator) -> None:
         assert node.first_slot < allocator.page_size
         assert node.kv_len or not node.first_slot
         assert tree.path(node)[-1] is node
-        assert tree.level(node) == len(tree.path(node)) - 1
     listed = [page for node in nodes for page in node.pages]
     for page in range(allocator.num_pages):
         assert allocator.owners(page) == listed.count(page), f"page {page}"

@@ -13,16 +13,18 @@ from random import Random
 
 import numpy as np
 from cases import Tree
+from hf_cascade.ops.cascade import HEADER_WORDS, ITEM_WORDS, SCRATCH_STATES
 from host_sources import compile_host
 
-# As in csrc/: tiles.cuh, split_rule.cuh, cascade_attention.cu, params.h.
-ROWS_PER_TILE, MAX_LEAF_ROWS, SPLIT_UNIT, SCRATCH_STATES = 128, 8, 64, 8192
+# As in csrc/: tiles.cuh, params.h.
+ROWS_PER_TILE, MAX_LEAF_ROWS = 128, 8
 NOWHERE = -(2**31)
 HEADER = ("is_decode", "num_shared_items", "num_leaf_items", "shared_are_still", "shared_stages",
           "shared_split", "leaf_split", "all_leaf_warps", "shape")  # fmt: skip
 ITEM = ("head", "num_tokens", "begin_slot", "end_slot", "pages", "first_read", "split", "token",
         "target", "grows", "page_0", "page_1", "page_2", "page_3", "first_token",
         "padding")  # fmt: skip
+assert (len(HEADER), len(ITEM)) == (HEADER_WORDS, ITEM_WORDS)
 ARRAYS = ("q_indptr", "kv_indptr", "kv_indices", "kv_len", "first_slot", "leaves", "reader_indptr",
           "readers")  # fmt: skip
 COUNTS = ("num_tokens", "num_seqs", "num_nodes", "num_reads")
