@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
@@ -21,7 +22,7 @@ def compile_kernels(folder: Path) -> None:
         kernels = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = kernels  # its dataclass looks for its module there
         spec.loader.exec_module(kernels)
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # no torch, or one whose libraries can't be loaded
         return print(f"hf_cascade: CUDA kernels are left to the first use ({error})")
     if kernels.torch.version.cuda is None:
         return print("hf_cascade: no CUDA kernels, torch is built without CUDA")
@@ -41,7 +42,22 @@ class BuildWithKernels(build_py):
             return compile_kernels(ROOT / "ops")
         ops = Path(self.build_lib) / "hf_cascade" / "ops"
         shutil.copytree(ROOT / "csrc", ops / "csrc", dirs_exist_ok=True)
-        return compile_kernels(ops)
+        compile_kernels(ops)
+        if any(ops.glob("*.so")):
+            self.distribution.has_ext_modules = lambda: True
 
 
-setup(cmdclass={"build_py": BuildWithKernels})
+class WheelWithKernels(bdist_wheel):
+    """For one platform if a library is in it, and even then for every Python."""
+
+    def run_command(self, command):
+        super().run_command(command)
+        if command == "build":  # only now is it known
+            self.root_is_pure = not self.distribution.has_ext_modules()
+
+    def get_tag(self):
+        _, _, platform = super().get_tag()
+        return self.python_tag, "none", platform
+
+
+setup(cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelWithKernels})

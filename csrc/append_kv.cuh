@@ -1,11 +1,12 @@
-// Writing new K and V into pages; in a kernel of its own, q and K are rotated by RoPE on the way.
+// Writes new K and V into pages. A second kernel here also rotates q and K by RoPE on the way.
 //
-// A thread moves 16 bytes of K and the same of V, for one token and head, or 16 bytes of q; the
-// threads of a head's row lie side by side, so reads and writes are whole rows of head_dim.
-//   Memory   k and v once in, once out; one slot lookup a thread, shared by the row through L1. A
-//            thread that rotates also reads the chunk that is its partner, from L1 too.
-//   Also     sets the ticket counters of the attention launch that follows to 0: nothing of an
-//            earlier launch, finished or not, can leak into it.
+// For one token and head, a thread moves 16 bytes of K and the same 16 bytes of V, or 16 bytes of
+// q. Consecutive threads have consecutive chunks, so reads and writes are whole rows of head_dim.
+//   Memory   Reads k and v once and writes them once. A thread with K and V looks up one slot; the
+//            threads of a row share that lookup through L1. A rotating thread also reads its
+//            partner chunk, which is another thread's, from L1.
+//   Also     Sets the ticket counters of the following attention launch to 0, so that nothing of an
+//            earlier launch, finished or not, affects it.
 #pragma once
 
 #include "params.h"
@@ -14,7 +15,7 @@
 
 namespace hf_cascade {
 
-constexpr int kMostAppendThreads = 1024;  // of a CTA that rotates
+constexpr int kMostAppendThreads = 1024;  // per CTA of rotate_and_append_kernel
 
 struct AppendParams {
   const void* k;  // [num_tokens, num_kv_heads, head_dim], strides below, in 16-byte chunks
@@ -29,20 +30,20 @@ struct AppendParams {
   bool is_late;        // waits before it writes; see forced_schedule.h
 };
 
-// What comes before the first read: for all threads, of which two have an index below 2.
+// Runs before the first read, in every thread. `index` numbers the threads of the whole grid.
 __device__ __forceinline__ void begin_append(const AppendParams& params, int64_t index) {
-  // The attention kernel that follows waits for us itself. What it reads before that, the work list
-  // and tokens of earlier steps, was written by kernels that let nobody start before their end, and
-  // those of ours that may come right before us (work_list_kernel, append_kv_kernel alone) fence
-  // what they wrote: the end of a kernel lets the next one start, but only a wait is sure to see
-  // its writes.
+  // Attention waits for this kernel itself. Before that it reads only the work list and tokens of
+  // earlier steps, whose kernels have ended by then. But a kernel's end starts its dependents
+  // without making its writes visible; only a wait does that. So the kernels that write those data
+  // and can run right before this one (work_list_kernel, append_kv_kernel alone) do not start it
+  // early, and they fence their writes.
   if (params.ticket) ptx::let_next_kernel_start();
   ptx::wait_for_previous_kernel();
   if (index < 2 && params.ticket) params.ticket[index] = 0;
   for (int i = 0; params.is_late && i < 20; ++i) __nanosleep(1000);
 }
 
-// A chunk of a head's K and V, to its slot in the pools; a negative slot drops it.
+// Stores a chunk of a head's K and V in its slot of the pools; a negative slot drops it.
 __device__ __forceinline__ void store_in_slot(const AppendParams& params, int32_t slot, int head,
                                               int chunk, const int4& k, const int4& v) {
   if (slot < 0) return;
@@ -63,19 +64,19 @@ static __global__ void append_kv_kernel(const AppendParams params) {
   if (token >= params.num_tokens) return;
   const int head = static_cast<int>(thread % chunks_per_token) / params.chunks_per_row;
   const int chunk = static_cast<int>(thread % params.chunks_per_row);
-  // Three loads under way together.
+  // Three independent loads, in flight together.
   const int32_t slot = params.slots[token];
   const int4 k = static_cast<const int4*>(
       params.k)[token * params.k_token_stride + head * params.k_head_stride + chunk];
   const int4 v = static_cast<const int4*>(
       params.v)[token * params.v_token_stride + head * params.v_head_stride + chunk];
   store_in_slot(params, slot, head, chunk, k, v);
-  if (!params.ticket) __threadfence();  // see above
+  if (!params.ticket) __threadfence();  // see begin_append
 }
 
 struct RotateParams {
   const void* q;    // [num_tokens, num_q_heads, head_dim], strides below, in 16-byte chunks
-  void* rotated;    // the same, contiguous: q for the attention kernel
+  void* rotated;    // like q, but contiguous: the attention kernel's q
   const void* cos;  // [num_tokens, rotary_dim] of Angle, stride below, in 16-byte chunks
   const void* sin;
   int64_t q_token_stride, q_head_stride, cos_token_stride, sin_token_stride;
@@ -83,9 +84,9 @@ struct RotateParams {
   int half_chunks;  // rotary_dim / 2 in 16-byte chunks of q
 };
 
-// A CTA has a token (x) or, where that is more than a CTA's threads, a part of it (y). Large CTAs
-// on few multiprocessors: on the others the attention kernel can begin. A thread has a chunk of a
-// head of q or, after those, of K and V.
+// blockIdx.x is the token, blockIdx.y the part of it if one CTA has too few threads. CTAs are large
+// so that they occupy few multiprocessors; the attention kernel can begin on the others. The first
+// threads have a chunk of q each, the others one of K and V.
 template <typename T, typename Angle>
 __global__ void __launch_bounds__(kMostAppendThreads)
     rotate_and_append_kernel(const AppendParams params, const RotateParams rope) {
@@ -94,13 +95,13 @@ __global__ void __launch_bounds__(kMostAppendThreads)
 
   const int64_t token = blockIdx.x;
   const int row = part / params.chunks_per_row, chunk = part % params.chunks_per_row;
-  const int head = row - rope.num_q_heads;  // of K and V; below 0: of q
+  const int head = row - rope.num_q_heads;  // kv head; below 0: this thread has q
   if (head >= params.num_kv_heads) return;
   const int4* source = head < 0 ? static_cast<const int4*>(rope.q) + token * rope.q_token_stride +
                                       row * rope.q_head_stride
                                 : static_cast<const int4*>(params.k) +
                                       token * params.k_token_stride + head * params.k_head_stride;
-  // All loads under way together.
+  // Independent loads, in flight together.
   const int32_t slot = head < 0 ? -1 : params.slots[token];
   int4 v = {};
   if (head >= 0) {

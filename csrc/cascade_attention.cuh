@@ -1,17 +1,19 @@
 // Attention over the nodes of a KV tree, shared ones and leaves, in one launch.
 //
-// A persistent CTA, one a multiprocessor: 8 matrix warps and their producer take shared nodes'
-// items, 3 leaf warps (leaf_warps.cuh: or 2, or 6) leaves' items, at the same time: leaves need
-// memory, shared nodes with many rows matrix units. Both take work items by ticket until none is
-// left; an item is (node, KV split, query tile, kv head).
+// CTAs are persistent, one per multiprocessor. 8 matrix warps and their producer take shared nodes'
+// items; at the same time 3 leaf warps (or 2, or 6: leaf_warps.cuh) take leaves' items. Leaves need
+// memory, shared nodes with many rows need matrix units. Both take work items by ticket until none
+// is left; an item is (node, KV split, query tile, kv head).
 //   Memory   K and V stream through rings in shared memory. A byte of a shared node comes from DRAM
-//            once and serves up to 128 query rows (a group's heads are rows) a tile.
-//   Writes   A query that has but one state: its row of `out` and `lse`. Else a partial state
-//            to its place, for merge_paths.cuh, the kernel that follows.
+//            once and serves up to 128 query rows (each head of a group is a row) per tile.
+//   Writes   If a query has a single state, its row of `out` and `lse`. Else a partial state, for
+//            the kernel that follows, merge_paths.cuh.
 //
-// In a model each launch finds its code in DRAM, behind the weights of a layer: of 10 to 20 us one
-// to three are waits for instructions. So what a decoding launch runs lies side by side, in the
-// order of this file, and the producer of the other kind comes last (benchmarks/NOTES.md, 16).
+// The first run of code fetches instructions from DRAM, so shorter code is faster. In a model every
+// launch is such a first run, because a layer's weights have passed through L2 since the last one:
+// 1 to 3 of a launch's 10 to 20 us are waits for instructions. So the code of a decoding launch
+// lies side by side, in the order of this file, and prefill's producer comes last
+// (benchmarks/NOTES.md, 16).
 #pragma once
 
 #include "leaf_warps.cuh"
@@ -21,10 +23,10 @@
 
 namespace hf_cascade {
 
-// Matrix warps that do not become leaf warps when they are done.
+// The first of the matrix warps that never become leaf warps.
 constexpr int kFirstSpareWarp = kMostLeafWarps - kLeafWarps;
 
-// Rows of q that no sequence owns get the empty state, by the spare warps.
+// The spare warps write the empty state to rows of q that no sequence owns.
 template <typename Traits>
 __device__ void clear_unowned_rows(const AttentionParams& p) {
   constexpr int kStep = kMatrixThreads - 32 * kFirstSpareWarp;
@@ -32,7 +34,7 @@ __device__ void clear_unowned_rows(const AttentionParams& p) {
   const int num_q_heads = p.num_kv_heads * p.group_size;
   const int64_t first = p.tree.q_indptr[p.tree.num_seqs] + blockIdx.x;
   if (first >= p.tree.num_tokens) return;
-  if (p.may_start_early) ptx::wait_for_previous_kernel();  // others may still read what lies there
+  if (p.may_start_early) ptx::wait_for_previous_kernel();  // earlier kernels may still read `out`
   for (int64_t token = first; token < p.tree.num_tokens; token += gridDim.x) {
     uint32_t* out = reinterpret_cast<uint32_t*>(static_cast<typename Traits::T*>(p.out) +
                                                 token * num_q_heads * Traits::kHeadDim);
@@ -43,7 +45,8 @@ __device__ void clear_unowned_rows(const AttentionParams& p) {
   }
 }
 
-// One lane for all: lanes with a barrier each take turns, and in a loop.
+// One lane initializes all barriers: with a barrier per lane they would run one after the other,
+// and in a loop.
 __device__ inline void init_ring(Control& control) {
   if (ptx::elect_lane()) {
 #pragma unroll
@@ -69,10 +72,10 @@ __device__ inline void prefetch_maps(const AttentionParams& params, int warp) {
 #endif
 }
 
-// What a warp needs to begin, in one load: the item that it takes first, if it is one that takes
-// items and there are so many, a lane a word, and in the lanes after those the header. Where the
-// item lies needs no header. (Two loads, of which one is the same for all lanes, ptxas makes two
-// trips to memory of: it waits for that one before it sends for the other.)
+// All that a warp needs to begin, in one load of a word per lane: the first kItemWords lanes have
+// its first item, if the warp takes items and the list has room for that many; the next lanes have
+// the header. The item's address does not depend on the header. (With a separate load of the
+// header, the same for all lanes, ptxas would wait for that before it issued the other.)
 template <typename Traits>
 __device__ int32_t load_first_words(const AttentionParams& p, int warp) {
   const int lane = threadIdx.x % 32, place = LeafWarps<Traits>::place_of(warp);
@@ -100,7 +103,8 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x / 32), 0);
   const int32_t first_words = load_first_words<Traits>(params, warp);
 
-  // What needs none of it passes its latency. Leaf warps and the producer wait for nobody.
+  // Work that does not need these words hides their latency. Leaf warps and the producer do not
+  // wait for other warps.
   const int place = LeafWarps<Traits>::place_of(warp);
   if (warp == kProducerWarp) {
     init_ring(shared.control());
@@ -113,14 +117,14 @@ __global__ void __launch_bounds__(kAttentionThreads, 1)
   if (warp < kMatrixWarps) ptx::named_barrier_sync(kRingBarrier, kMatrixThreads + 32);
 
   const WorkHeader header = find_header(first_words);
-  // The host can tell a foreign list by its size alone. Its rows would not fit our tables.
+  // A work list made for another shape would overflow the tables; the host checks only its size.
   if (header.shape != launch_shape(Traits::kHeadDim, params.group_size)) __trap();
 
   if (warp < kMatrixWarps) {
     ptx::take_registers<kMatrixRegisters>();
     if (header.num_shared_items > 0) {
       MatrixWarp<Traits>(params, shared, header).run();
-      ptx::named_barrier_sync(kMatrixBarrier, kMatrixThreads);  // nobody reads the ring any more
+      ptx::named_barrier_sync(kMatrixBarrier, kMatrixThreads);  // all are done with the ring
     }
     if (warp >= kFirstSpareWarp) {
       clear_unowned_rows<Traits>(params);

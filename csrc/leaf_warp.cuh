@@ -1,13 +1,13 @@
-// A leaf warp: takes leaves' items, fetches their KV and computes on it, all by itself.
+// A leaf warp: takes leaves' items, fetches their KV and computes on it, without other warps.
 //
-//   Owns     a ring of buffers of 32 tokens of K and V, one head's (16 KB at head_dim 128), tickets
-//            of its own and up to 8 query rows (leaf_rows.cuh). It shares nothing with other warps,
-//            so its only waits are for memory.
-//   Moves    tiles, not items: while it computes on one item the next one's tiles are on their way,
-//            so short leaves keep as many bytes in flight as long ones do.
-//   Computes beside the matrix warps: leaves are bound by memory, shared nodes with many rows by
-//            the matrix units.
-//   Writes   the item's rows to their target.
+//   Owns      A ring of buffers, each with 32 tokens of one head's K and V (16 KB at head_dim 128),
+//             its tickets, and up to 8 query rows (leaf_rows.cuh). It shares nothing with other
+//             warps, so it only ever waits for memory.
+//   Moves     Tiles, not items: while it computes on one item, tiles of the next one are in flight.
+//             So short leaves keep as many bytes in flight as long ones.
+//   Computes  Beside the matrix warps: leaves are bound by memory, shared nodes with many rows by
+//             the matrix units.
+//   Writes    The item's rows to their target.
 #pragma once
 
 #include <cstddef>
@@ -19,14 +19,15 @@
 
 namespace hf_cascade {
 
-// What completes a buffer: the copy engine's bytes and lane 0, or each lane's copies.
+// Arrivals that complete a buffer: one lane's, beside the copy engine's bytes; or each lane's
+// copies.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kLeafArrivals = 1;
 #else
 constexpr int kLeafArrivals = 32;
 #endif
 
-// By the warp that it will be of.
+// Called by the warp that will own the ring.
 __device__ inline void init_leaf_ring(LeafRing& ring) {
   if (ptx::elect_lane()) {
 #pragma unroll
@@ -39,7 +40,7 @@ __device__ inline void init_leaf_ring(LeafRing& ring) {
 template <typename Traits>
 class LeafWarp {
  public:
-  // `buffers`: shared memory for a ring of num_buffers.
+  // buffers: shared memory for num_buffers buffers.
   __device__ LeafWarp(const AttentionParams& params, const WorkHeader& header, LeafRing& ring,
                       unsigned char* buffers, int num_buffers)
       : p_(params),
@@ -50,13 +51,13 @@ class LeafWarp {
     num_items_ = header.num_leaf_items;
   }
 
-  // Neighbouring items are on different multiprocessors.
+  // The first ticket needs no drawing. Neighbouring items go to different multiprocessors.
   static __device__ int first_ticket(int place) {
     return place * static_cast<int>(gridDim.x) + static_cast<int>(blockIdx.x);
   }
 
-  // For one of `num_places` a CTA that are here from the start, who knows a lane's word of its
-  // first item; false if there is nothing to take.
+  // For one of `num_places` warps per CTA that take leaves' items from the start. first_words: this
+  // lane's word of the warp's first item. False if there is no item.
   __device__ bool start(int place, int num_places, int32_t first_words) {
     first_drawn_ = num_places * static_cast<int>(gridDim.x);
     ticket_ = first_ticket(place);
@@ -65,32 +66,32 @@ class LeafWarp {
     return ticket_ < num_items_;
   }
 
-  // For one who comes to help those.
+  // For a matrix warp that joins those later. False if there is no item.
   __device__ bool join(int num_places) {
-    ptx::wait_for_previous_kernel();  // the producer has, and this passes at once
+    ptx::wait_for_previous_kernel();  // passes at once: the producer has waited already
     first_drawn_ = num_places * static_cast<int>(gridDim.x);
     become_next_item();
     return ticket_ < num_items_;
   }
 
-  // All items, then.
+  // Processes items until none is left.
   __device__ void run() {
     window_.send_for(run_of(words_));
     for (;;) {
       while (num_fetched_ < num_buffers_ && fetch_tile()) {
       }
-      __syncwarp();  // what lane 0 stored of the tiles
+      __syncwarp();  // makes visible what one lane stored of the tiles
       if (num_fetched_ == 0) break;
       look_ahead();
       wait_if_early();
       compute();
-      __syncwarp();  // all lanes have read the buffer that the next tile goes to
+      __syncwarp();  // all lanes have read the buffer that the next tile overwrites
     }
   }
 
  private:
-  // Where the kernel before us only appends to leaves, all but their last tokens can be had early;
-  // not so q.
+  // If the kernel before this one only appends to leaves, all their tokens but the last can be read
+  // early; q cannot.
   __device__ void wait_if_early() {
     if (!is_early_) return;
     ptx::wait_for_previous_kernel();
@@ -99,9 +100,10 @@ class LeafWarp {
 
   // ------------------------------------------------------------------ items
 
-  // The next item's ticket is drawn when of the current one a tile is left to be sent for, and its
-  // words, a lane a word, are loaded a tile later. Earlier, and others would find no item where
-  // this warp keeps two. Only where items are too short to hide that is a ticket kept in reserve.
+  // Draws the next item's ticket when one tile of the current item is left to be fetched, and loads
+  // the item's words, one per lane, a tile later. Drawn earlier, this warp would hold two items
+  // while others found none. Only if items are too short to hide the draw is one ticket kept in
+  // reserve.
   __device__ void look_ahead() {
     if (is_early_ || is_next_known_) return;
     if (is_drawn_) {
@@ -127,7 +129,7 @@ class LeafWarp {
     is_next_known_ = true;
   }
 
-  // The first ticket of a warp that is here from the start needs no drawing.
+  // Draws and loads now what `look_ahead` has not.
   __device__ void become_next_item() {
     if (!is_next_known_) {
       if (!is_drawn_) draw_ticket();
@@ -164,7 +166,7 @@ class LeafWarp {
 
   // ------------------------------------------------------------------ tiles
 
-  // Sends for the next tile; false if there is none.
+  // Starts fetching the next tile; false if there is none.
   __device__ bool fetch_tile() {
     if (!is_item_open_) {
       if (is_next_due_) take_next_item();
@@ -193,7 +195,8 @@ class LeafWarp {
     return true;
   }
 
-  // Rows of the buffer outside the tile's tokens hold whatever is near; `compute` clears them in V.
+  // With the copy engine, rows of the buffer outside the tile's tokens hold other data; `compute`
+  // clears them in V.
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   __device__ void load(const LeafTile& tile) {
     constexpr int kBlocks = LeafRows<Traits>::kBlocks;
@@ -205,7 +208,7 @@ class LeafWarp {
       page[c] = window_.page_of(block_ + c);
       slot[c] = (start_ + c * kBoxTokens) & ((1 << p_.page_size_log2) - 1);
     }
-    const int blocks = ceil_div(tile.end, kBoxTokens);  // 0: nothing to see
+    const int blocks = ceil_div(tile.end, kBoxTokens);  // 0 for an empty item
     if (ptx::elect_lane()) {
       ring_.tiles[fetch_buffer_] = tile;
       ptx::barrier_expect_bytes(full, 2 * blocks * Traits::kBlockBytes);
@@ -253,7 +256,7 @@ class LeafWarp {
   }
 #endif
 
-  // The oldest tile.
+  // Computes on the oldest tile.
   __device__ void compute() {
     const LeafTile tile = ring_.tiles[buffer_];
     if (tile.flags & LeafTile::kFirst) {
@@ -275,7 +278,7 @@ class LeafWarp {
     --num_fetched_;
   }
 
-  // The query row of this thread: row lane / 4 of the group; null where there is none.
+  // This thread's query row, lane / 4 of the group; null if there is none.
   __device__ const void* query_row(const LeafTile& tile) const {
     const int row = lane_ / 4;
     if (row >= p_.group_size || tile.token < 0) return nullptr;
@@ -284,8 +287,9 @@ class LeafWarp {
     return static_cast<const char*>(p_.q) + chunk * 16;
   }
 
-  // A row's values lie in the 8 lanes that share lane % 4: lane / 4 = i has i and i + 8 of every
-  // 16. (One branch for all: code that runs for the first time costs by the line.)
+  // Writes the finished rows. The 8 lanes with the same lane % 4 share a row; of every 16 values
+  // the lane with lane / 4 = i has i and i + 8. (Both rows share one branch to keep the code short,
+  // see cascade_attention.cuh.)
   __device__ void finish(const LeafTile& tile) {
     using T = typename Traits::T;
     constexpr int kSteps = LeafRows<Traits>::kDepthSteps;
@@ -336,24 +340,24 @@ class LeafWarp {
   const int num_buffers_;
   const uint32_t buffers_;
   int num_items_;
-  bool is_early_ = false;  // the kernel before us may still run
+  bool is_early_ = false;  // the kernel before this one may still run
 
   int ticket_ = 0, next_ticket_ = 0, first_drawn_ = 0;
-  int32_t words_ = 0, next_words_ = 0;  // the lane's word of these items
-  int drawn_ = 0;                       // lane 0's
-  bool is_drawn_ = false;               // and nobody has looked at it
-  bool is_next_known_ = false;          // the next item's words have been sent for
-  bool is_short_ = false;               // the current item
-  bool is_next_due_ = false;            // all tiles of the item are sent for
+  int32_t words_ = 0, next_words_ = 0;  // this lane's word of these items
+  int drawn_ = 0;                       // the draw's result, in lane 0
+  bool is_drawn_ = false;               // and `load_next_item` has not read it
+  bool is_next_known_ = false;          // the next item's words are being loaded
+  bool is_short_ = false;               // the current item has two tiles at most
+  bool is_next_due_ = false;            // all tiles of the current item are being fetched
   // The item whose tiles are being fetched.
   bool is_item_open_ = false;
   int begin_slot_ = 0, end_slot_ = 0;
   int start_ = 0;  // slot of the next tile
-  int block_ = 0;  // of 16 tokens, that starts there
+  int block_ = 0;  // number, within the item, of the block of 16 tokens that starts there
   PageWindow window_;
   int fetch_buffer_ = 0, buffer_ = 0;  // the next to fill, the next to compute on
   int num_fetched_ = 0;
-  uint32_t phases_ = 0;  // bit s: the parity to wait for at buffer s
+  uint32_t phases_ = 0;  // bit i: the parity to wait for at buffer i
   LeafRows<Traits> rows_;
 };
 

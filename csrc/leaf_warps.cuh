@@ -1,6 +1,7 @@
-// Which warps of a CTA take leaves' items, and where: three of their own, or two where buffers are
-// worth more (stage_rule.cuh). Three matrix warps join them: from the start where there is nothing
-// shared, else, in the stages of their ring, once nothing shared is left.
+// Which warps of a CTA take leaves' items, and which buffers each has. There are three leaf warps,
+// or two with more buffers each if that is faster (stage_rule.cuh). Three matrix warps can join
+// them: from the start if there are no shared items, else, with the stages of their ring as
+// buffers, once no shared item is left.
 #pragma once
 
 #include "leaf_warp.cuh"
@@ -19,13 +20,13 @@ class LeafWarps {
                             num_leaf_stages());
   }
 
-  // Which of them a warp of the CTA is.
+  // A warp's number among those that can take leaves' items: the leaf warps come first.
   static __device__ int place_of(int warp) {
     return warp < kMatrixWarps ? kLeafWarps + warp : warp - kMatrixWarps;
   }
 
-  // By any warp but the producer, when it has nothing else to do. first_words: as LeafWarp::start
-  // wants them. (One body for all: code that runs for the first time costs by the line.)
+  // For any warp but the producer, once it has no other work. first_words: see LeafWarp::start.
+  // (One body for all warps keeps the code short, see cascade_attention.cuh.)
   __device__ void run(int warp, int32_t first_words) const {
     const bool is_own = warp >= kMatrixWarps, is_first = is_own || is_alone_;
     const int place = place_of(warp), index = is_first ? place : warp;
@@ -43,13 +44,13 @@ class LeafWarps {
  private:
   __device__ int num_leaf_stages() const { return shared_.num_stages - num_ring_stages_; }
 
-  // Warps that can have a buffer each or, where not all take items, two.
+  // How many of num_warps these stages can give a buffer each or, if not all warps take items, two.
   __device__ int num_within(int num_warps, int num_stages) const {
     const int buffers = num_stages * Traits::kStageBytes / Traits::kBufferBytes;
     return min(num_warps, header_.all_leaf_warps || buffers < 4 ? buffers : buffers / 2);
   }
 
-  // The index-th of num_warps that share these stages.
+  // The index-th of num_warps warps that share these stages.
   __device__ LeafWarp<Traits> make_warp(int ring, int index, int num_warps, int first_stage,
                                         int num_stages) const {
     const int fitting = num_stages * Traits::kStageBytes / (num_warps * Traits::kBufferBytes);

@@ -1,9 +1,9 @@
 // A matrix warp: attention of shared items, whose tiles the producer sends.
 //
-//   Owns     16 of an item's 128 query rows (a group's heads are rows), of which it sees every
-//            token; on sm_90a four of them, a warpgroup, own 64 rows together.
-//   Computes with wgmma, or with mma.sync where there is none of the shape.
-//   Writes   the rows to their targets.
+//   Owns      16 of an item's 128 query rows (each head of a group is a row) and sees every token
+//             of the item. On sm_90a four matrix warps form a warpgroup, which owns 64 rows.
+//   Computes  With wgmma or, if that has no instance of the shape, with mma.sync.
+//   Writes    The rows to their targets.
 #pragma once
 
 #include <cstddef>
@@ -54,8 +54,8 @@ class MatrixWarp {
  private:
   // ------------------------------------------------------------------ the ring
 
-  // An address that stays in a register: ptxas would find it anew for each use, which takes 50
-  // clocks of a tile. It can't do so with the result of a shuffle.
+  // An address that stays in a register. ptxas would compute it again for each use, which costs 50
+  // clocks per tile; it can't recompute the result of a shuffle.
   static __device__ uint32_t held_address(const void* pointer) {
     return __shfl_sync(~0u, ptx::shared_address(pointer), 0);
   }
@@ -73,7 +73,7 @@ class MatrixWarp {
 
   __device__ Tile read_tile() {
     Tile tile = control_.tiles[stage_];
-    tile.flags = __shfl_sync(~0u, tile.flags, 0);  // the compiler learns that warps don't diverge
+    tile.flags = __shfl_sync(~0u, tile.flags, 0);  // tells the compiler that warps don't diverge
     tile.num_rows = __shfl_sync(~0u, tile.num_rows, 0);
     tile.num_whole = __shfl_sync(~0u, tile.num_whole, 0);
     return tile;
@@ -93,12 +93,12 @@ class MatrixWarp {
 
   // ------------------------------------------------------------------ tiles
 
-  // All rows see all of the tile.
+  // Whether all rows see all of the tile.
   static __device__ bool is_whole(const Tile& tile) {
     return tile.begin == 0 && tile.end == Traits::kKvTile && !(tile.flags & Tile::kCausal);
   }
 
-  // Per row of this thread: the first row of the tile that it does not see.
+  // limit[r]: the first token of the tile that this thread's r-th row does not see.
   __device__ void find_limits(int (&limit)[2], const Tile& tile) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -117,7 +117,7 @@ class MatrixWarp {
   using Scores = float[RowTile<Traits>::kScoreTiles][4];
   using Probabilities = uint32_t[RowTile<Traits>::kScoreTiles / 2][4];
 
-  // The next stage, looked up while this one's products are computed.
+  // The next stage, looked up while the products of this one are computed.
   struct Ahead {
     int stage;
     uint32_t phase;
@@ -135,16 +135,16 @@ class MatrixWarp {
     return next;
   }
 
-  // A stage's descriptors.
+  // Descriptors of a stage: K's, and the distance from it to V's.
   __device__ uint32_t keys_of(int stage) const {
     return first_keys_ + stage * (Traits::kStageBytes / 16);
   }
   static constexpr uint32_t kValuesAfterKeys = Traits::kTileBytes / 16;
 
-  // All tiles of an item, by a warpgroup. Leaves the last one's stage to be passed.
+  // All tiles of an item, by a warpgroup. The caller advances past the last tile's stage.
   //
-  // A step is q K^T of one tile and P V of the one before. The two warpgroups are left to
-  // themselves: having them take turns at the matrix units gained nothing.
+  // A step computes q K^T of one tile and P V of the one before. The two warpgroups run
+  // independently: making them take turns at the matrix units gained nothing.
   __device__ Tile attend_item(Tile tile) {
     if constexpr (Traits::kWarpgroupProducts) {
       load_queries();
@@ -164,13 +164,13 @@ class MatrixWarp {
       rows_.softmax.soften(score, p_.scale_log2);
       Ahead next = look_ahead(true);
       while (!(tile.flags & Tile::kLast)) {
-        const int previous = stage_;  // its P V is due
+        const int previous = stage_;  // P V of this stage is next
         const uint32_t values = keys + kValuesAfterKeys;
         stage_ = next.stage;
         phase_ = next.phase;
         keys = next.keys;
         if (!next.has_arrived) ptx::barrier_wait(full(stage_), phase_);
-        rows_.softmax.add(score);  // here: see Softmax
+        rows_.softmax.add(score);  // after a branch: see Softmax::add
         rows_.pack_probabilities(probability, score);
         bool exceeded;
         if (tile.num_whole > 0) {
@@ -195,11 +195,11 @@ class MatrixWarp {
     return tile;
   }
 
-  // New scores, while the old probabilities are multiplied by the previous stage's V; true if they
-  // exceed the maxima. ptxas waits for all products at the first branch after them: there is none
-  // between the waits. It also moves the last wait up, before most of the maxima, unless what comes
-  // between reads memory and hangs on them: so the next stage is looked up where they are not
-  // exceeded (and may be waited for where they are).
+  // Computes new scores while the old probabilities are multiplied by the previous stage's V; true
+  // if a score exceeds its maximum. ptxas waits for all products at the first branch, so there is
+  // none between the waits. It also hoists the last wait above the maxima unless a memory read that
+  // depends on them lies between: the look-ahead at the next stage is that read. It asks only if no
+  // maximum is exceeded; otherwise the caller waits for the stage.
   template <bool kMasked>
   __device__ bool take_step(Scores& score, const Probabilities& probability, float (&larger)[2],
                             const Tile& tile, uint32_t keys, uint32_t values, Ahead& next) {
@@ -221,7 +221,7 @@ class MatrixWarp {
     return exceeded;
   }
 
-  // One tile, by a warp alone.
+  // One tile, by a single warp.
   __device__ void attend_tile(const Tile& tile, int stage) {
     if (tile.flags & Tile::kFirst) load_queries();
     const uint32_t k = shared_.k(stage), v = shared_.v(stage);
@@ -235,15 +235,15 @@ class MatrixWarp {
     }
   }
 
-  // Rows that do not exist, of a warpgroup that has others, compute with what they find; nothing is
-  // made of it.
+  // If only some rows of a warpgroup exist, the others compute with whatever is in shared memory,
+  // and their results are dropped.
   __device__ void load_queries() {
     rows_.load_queries(shared_.q(), first_row());
     rows_.clear();
     if (Traits::kQueriesInRegisters) release_queries();
   }
 
-  // By every warp, once an item, whether or not it has rows: q's next rows come all at once.
+  // Every warp calls this once per item, even without rows: the next q replaces all rows at once.
   __device__ void release_queries() {
     __syncwarp();
     if (lane_ == 0) ptx::barrier_arrive(&control_.queries_empty);
@@ -251,7 +251,7 @@ class MatrixWarp {
 
   __device__ int first_row() const { return kWarpRows * warp_; }
 
-  // The item's row that this thread holds in its r-th half.
+  // The item's row that is this thread's r-th.
   __device__ int row_of(int r) const { return first_row() + lane_ / 4 + 8 * r; }
 
   // ------------------------------------------------------------------ the end of an item
@@ -263,7 +263,7 @@ class MatrixWarp {
       rows_.softmax.finish_sums();
       if constexpr (Traits::kHeadDim <= 128) {
         write_rows<0, 2>(tile, targets);
-      } else {  // two packed at once would spill
+      } else {  // packing two rows at once would spill
         write_rows<0, 1>(tile, targets);
         write_rows<1, 1>(tile, targets);
       }
@@ -272,8 +272,8 @@ class MatrixWarp {
     if (lane_ == 0) ptx::barrier_arrive(&control_.targets_empty[tile.targets]);
   }
 
-  // kRows of the thread's two, from the kFirst-th on. Four lanes have a row: lane % 4 = q the
-  // columns 2 q and 2 q + 1 of every 8.
+  // Writes kRows of the thread's two rows, from the kFirst-th on. Four lanes share a row; of every
+  // 8 columns the lane with lane % 4 = i has columns 2 i and 2 i + 1.
   template <int kFirst, int kRows>
   __device__ void write_rows(const Tile& tile, const Target* targets) {
     constexpr int kSteps = Traits::kHeadDim / 8;

@@ -1,18 +1,18 @@
-// The merge along the paths: each query row's partial states, combined.
+// The merge along the paths: combines the partial states of each query row.
 //
-// A warp owns one row (sequence, q head) or, where rows are few, four warps do, each a quarter of
-// its states; a lane owns a state's weight, and four values of the row.
-//   Memory   the row's states, just written by the attention kernel, from L2: their lse and scales,
-//            and kAtOnce of their rows are under way at the same time, so a row of few states waits
-//            once.
-//   Compute  weights 2^(lse - maximum) by all lanes at once, then the weighted sum in their order,
-//            root to leaf: who wrote first does not show.
-//   Writes   the row of `out` and its lse. Rows that have but one state were written by the
-//            attention kernel itself.
+// A warp owns one row (sequence, q head). If there are few rows, four warps own one, each a quarter
+// of its states. A lane owns the weight of one state, and four values of the row.
+//   Memory   Reads the row's states, which the attention kernel has just written, from L2. Their
+//            lse and scales and kAtOnce of their rows are in flight together, so a row with few
+//            states waits once.
+//   Compute  Weights 2^(lse - maximum), one per lane, then the weighted sum from root to leaf. The
+//            order in which states were written does not matter.
+//   Writes   The row of `out` and its lse. Rows with a single state were written by the attention
+//            kernel itself.
 //
-// It is a kernel of its own, chained by programmatic launch. Folded in by whoever arrived last, the
-// merges of a step's last item (128 rows) fell to one CTA while 131 stood idle
-// (benchmarks/NOTES.md, section 8).
+// It is a kernel of its own, chained by programmatic launch. When instead the CTA that finished
+// last merged a row, the merges of a step's last item (128 rows) fell to one CTA while 131 were
+// idle (benchmarks/NOTES.md, section 8).
 #pragma once
 
 #include "attention_state.cuh"
@@ -24,13 +24,14 @@ namespace hf_cascade {
 
 constexpr int kMergeWarps = 4;
 constexpr int kMergeThreads = 32 * kMergeWarps;
-// A prefix in 8 splits and the leaf, which is frequent. More would leave a multiprocessor with
-// fewer rows.
+// Rows of states that are loaded together: enough for a prefix in 8 splits and the leaf, a frequent
+// case. More would take registers, and fewer rows would fit a multiprocessor.
 constexpr int kAtOnce = 9;
-// States whose weights a warp has at a time, a lane each: whole rounds.
+// States whose weights a warp holds at a time, one per lane: a multiple of kAtOnce.
 constexpr int kGroup = 3 * kAtOnce;
 
-// The weights of up to 32 more states: a lane's own, and what those seen before are worth now.
+// `push` takes up to 32 more states, one per lane. It returns this lane's weight; `keep` is the
+// factor by which earlier weights shrink.
 struct MergeWeights {
   float maximum = negative_infinity(), sum = 0.f;
 
@@ -41,7 +42,7 @@ struct MergeWeights {
       larger = fmaxf(larger, __shfl_xor_sync(~0u, larger, lane));
     }
     larger = fmaxf(larger, maximum);
-    // All empty so far: -inf - -inf would be NaN.
+    // If all states so far are empty, -inf - -inf would be NaN.
     const float offset = larger == negative_infinity() ? 0.f : larger;
     keep = ptx::exp2_approx(maximum - offset);
     const float weight = ptx::exp2_approx(lse_log2 - offset);
@@ -54,7 +55,7 @@ struct MergeWeights {
   }
 };
 
-// Some of a row's states, combined: four values a lane for each 128 of the row.
+// Some of a row's states, combined: per lane four values of each 128 of the row.
 template <int kHeadDim>
 struct MergedStates {
   static constexpr int kParts = (kHeadDim + 127) / 128;
@@ -79,7 +80,7 @@ struct MergedStates {
     return make_float4(a.x, a.y, b.x, b.y);
   }
 
-  // num_states of q_head, from `begin` on.
+  // Adds num_states states of q_head, from `begin` on.
   __device__ void take(const AttentionParams& p, int begin, int num_states, int q_head) {
     const int num_q_heads = p.num_kv_heads * p.group_size, lane = threadIdx.x % 32;
     const int64_t first_row = int64_t{begin} * num_q_heads + q_head;
@@ -118,7 +119,8 @@ struct MergedStates {
     }
   }
 
-  // A lane's four values of a state are a row's columns c, c + 8, c + 1 and c + 9: state_column.
+  // Writes the row. A lane's four values are the columns c, c + 8, c + 1 and c + 9: see
+  // state_column.
   template <typename T>
   __device__ void write(const AttentionParams& p, int64_t row) const {
     const int lane = threadIdx.x % 32;
@@ -140,12 +142,12 @@ struct MergedStates {
 
 constexpr int64_t kFewRows = 1024;
 
-// kTogether: warps a row, 1 or all of the CTA's. 8 CTAs fit a multiprocessor: grid_rule.cuh.
+// kTogether: warps per row, 1 or kMergeWarps. 8 CTAs fit a multiprocessor, see grid_rule.cuh.
 template <typename T, int kHeadDim, int kTogether>
 __global__ void __launch_bounds__(kMergeThreads, 8)
     merge_paths_kernel(const __grid_constant__ AttentionParams params) {
   ptx::let_next_kernel_start();
-  // The work list is older than the kernel before us: these loads need not wait for it.
+  // The work list is older than the kernel before this one, so these loads need not wait for it.
   const int num_q_heads = params.num_kv_heads * params.group_size;
   const int warp = static_cast<int>(threadIdx.x / 32);
   const int row = static_cast<int>(blockIdx.x) * (kMergeWarps / kTogether) + warp / kTogether;
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kMergeThreads, 8)
     end = params.work.path_indptr[seq + 1];
     token = params.tree.q_indptr[seq];
     is_merged = end - begin > 1 && params.tree.q_indptr[seq + 1] > token;
-    // One warp a row in any batch, where bits must not depend on it.
+    // shared_split is above 0 only if bits may depend on the batch; else one warp has the row.
     is_divided &= params.work.header->shared_split > 0;
   }
   ptx::wait_for_previous_kernel();
@@ -168,7 +170,7 @@ __global__ void __launch_bounds__(kMergeThreads, 8)
   const int num_states = end - begin;
   const int share = is_divided ? ceil_div(num_states, kMergeWarps) : num_states;
   const int before = kTogether > 1 ? min(num_states, warp * share) : 0;
-  // By a shuffle, so that the compiler knows that a warp's threads loop alike: half the code.
+  // The shuffle tells the compiler that a warp's threads loop alike, which halves the code.
   const int taken = __shfl_sync(~0u, min(share, num_states - before), 0);
   states.take(params, begin + before, taken, q_head);
   if (kTogether == 1 || !is_divided) {

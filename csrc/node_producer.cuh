@@ -1,9 +1,9 @@
 // The producer warp of a decoding launch: takes shared nodes' items and sends their tiles
 // (tile_loader.cuh) to the matrix warps.
 //
-// It walks tiles, not items: while the matrix warps finish one item the next one's tiles are on
-// their way.
-//   Owns     the CTA's tickets for shared items.
+// It does not wait between items: while the matrix warps finish one, tiles of the next are in
+// flight.
+//   Owns  The CTA's tickets for shared items.
 #pragma once
 
 #include <cstddef>
@@ -17,9 +17,10 @@ class NodeProducer : ItemTiles<Traits> {
  public:
   using ItemTiles<Traits>::ItemTiles;
 
-  // first_words: a lane's word of the CTA's first item, if there is one.
+  // first_words: this lane's word of the CTA's first item, if there is one.
   __device__ void run(const WorkHeader& header, int32_t first_words) {
-    // Where the kernel before us only appends to leaves, shared nodes' items begin beside it.
+    // If the kernel before this one only appends to leaves, shared nodes' items can start beside
+    // it.
     is_early_ = p_.may_start_early;
     if (!is_early_ || !header.shared_are_still) wait_for_previous_kernel();
     num_items_ = header.num_shared_items;
@@ -27,7 +28,7 @@ class NodeProducer : ItemTiles<Traits> {
     next_ = first_words;
     while (next_ticket_ < num_items_) send_item();
     if (is_early_) wait_for_previous_kernel();
-    if (num_items_ > 0) send_stop();  // else nobody waits for a tile
+    if (num_items_ > 0) send_stop();  // else no matrix warp waits for a tile
   }
 
  private:
@@ -35,7 +36,7 @@ class NodeProducer : ItemTiles<Traits> {
   using Base::kTokensPerLane;
   using typename Base::Targets;
 
-  // The merge that follows may start once all CTAs are here, and then rely on what we waited for.
+  // The merge can start once all CTAs are here; by then the kernel before this one has ended.
   __device__ void wait_for_previous_kernel() {
     ptx::wait_for_previous_kernel();
     ptx::let_next_kernel_start();
@@ -44,8 +45,8 @@ class NodeProducer : ItemTiles<Traits> {
 
   // ------------------------------------------------------------------ tickets
 
-  // The item after the current one is loaded, and the ticket of the one after that drawn, while the
-  // current one streams. The first two tickets of a CTA need no drawing.
+  // While the current item streams, loads the next item and draws the ticket of the one after that.
+  // The first two tickets of a CTA follow from its index.
   __device__ void look_ahead() {
     next_ticket_ = __shfl_sync(~0u, drawn_, 0) + 2 * static_cast<int>(gridDim.x);
     next_ = 0;
@@ -57,24 +58,24 @@ class NodeProducer : ItemTiles<Traits> {
 
   // ------------------------------------------------------------------ items
 
-  // The readers of a shared node or, first_read < 0, one token whose group is too large for leaf
-  // warps.
+  // The readers of a shared node or, if first_read < 0, one token, whose group is too large for
+  // leaf warps.
   struct Readers {
     int first_read, num_tokens;
-    Target target;  // of the one token
+    Target target;  // the one token's
     int split;
 
     __device__ bool has(int t) const { return first_read >= 0 && t < num_tokens; }
   };
 
-  // A CTA's first tile is what its matrix warps wait for, and code that runs for the first time
-  // costs by the line: what else the item needs comes after it. (But no more tiles before q: the
-  // copy engine would bring q after all that it has been sent for by then.)
+  // The matrix warps wait for a CTA's first tile, so little code comes before it (see
+  // cascade_attention.cuh) and the item's other preparations come after it. q comes before further
+  // tiles: the copy engine works in order and would bring q after them.
   __device__ void send_item() {
     const int32_t words = next_;
     const auto word = [&](size_t offset) { return item_word(words, offset); };
     delay(p_, next_ticket_);
-    const bool is_ahead = !is_early_;  // tickets are drawn once the kernel before us is over
+    const bool is_ahead = !is_early_;  // no ticket is drawn before the previous kernel has ended
     if (is_ahead) look_ahead();
     const Readers readers{word(offsetof(Item, first_read)), word(offsetof(Item, num_tokens)),
                           word(offsetof(Item, target)), word(offsetof(Item, split))};
@@ -94,7 +95,7 @@ class NodeProducer : ItemTiles<Traits> {
     load_keys_and_values(tile, run.start, 0);
     const Targets targets = find_targets(readers);
     if (first_token_ < 0) find_tokens(readers);
-    if (is_early_) wait_for_previous_kernel();  // it may be the one that makes q
+    if (is_early_) wait_for_previous_kernel();  // it may write q
     load_queries(tile, first_token_);
     if (tile.flags & Tile::kLast) store_targets(targets, readers.split);
     hand_over(tile);
@@ -110,7 +111,7 @@ class NodeProducer : ItemTiles<Traits> {
     }
   }
 
-  // Of their first splits.
+  // The targets of the tokens' first splits.
   __device__ Targets find_targets(const Readers& readers) const {
     Targets targets;
     for (int i = 0; i < kTokensPerLane; ++i) {
@@ -121,11 +122,11 @@ class NodeProducer : ItemTiles<Traits> {
     return targets;
   }
 
-  // Rows of q that are not consecutive.
+  // Stores the item's rows of q in the CTA's table, if they are not consecutive.
   __device__ void find_tokens(const Readers& readers) {
     for (int i = 0; i < kTokensPerLane; ++i) {
       const int t = lane_ + 32 * i;
-      control_.tokens[t] =  // some row, for one token that does not exist
+      control_.tokens[t] =  // any valid row for a token that does not exist
           readers.has(t) ? __ldcg(p_.work.read_tokens + readers.first_read + t) : 0;
     }
     __syncwarp();
@@ -147,11 +148,11 @@ class NodeProducer : ItemTiles<Traits> {
   using Base::store_targets;
   using Base::window_;
 
-  bool is_early_ = false;  // the kernel before us may still run
+  bool is_early_ = false;  // the kernel before this one may still run
   int num_items_ = 0;
-  int32_t next_ = 0;  // the lane's word of the next item
+  int32_t next_ = 0;  // this lane's word of the next item
   int next_ticket_ = static_cast<int>(blockIdx.x);
-  int drawn_ = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // lane 0's
+  int drawn_ = static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x);  // the draw, in lane 0
 };
 
 }  // namespace hf_cascade

@@ -5,11 +5,11 @@
 
 namespace hf_cascade {
 
-// Of two query rows, of which this thread holds some of the scores and other lanes the others:
-//   kScoresByRow   scores are rows x tokens: of four accumulators the first two are row 0's, and
-//                  the lanes that differ in bits 0 and 1 share a row;
-//   kScoresByToken scores are tokens x rows: the first and the third are row 0's, and the lanes
-//                  that differ in bits 2, 3 and 4 share a row.
+// A thread holds some scores of two query rows; other lanes hold the rest of these rows.
+//   kScoresByRow    Scores are rows x tokens. Of four accumulators the first two are row 0's. Lanes
+//                   that differ only in bits 0 and 1 share a row.
+//   kScoresByToken  Scores are tokens x rows. Of four accumulators the first and third are row 0's.
+//                   Lanes that differ only in bits 2, 3 and 4 share a row.
 enum class ScoreLayout { kScoresByRow, kScoresByToken };
 
 template <ScoreLayout kLayout>
@@ -18,7 +18,8 @@ struct Softmax {
   static constexpr int kFirstLane = kByRow ? 1 : 4, kEndLane = kByRow ? 4 : 32;
   static __device__ constexpr int row_of(int i) { return kByRow ? i / 2 : i % 2; }
 
-  // By which scores may exceed the maximum: below 16, as probabilities may become fp16.
+  // How far, in base 2, a score may exceed `maximum` before that is raised. Probabilities stay at
+  // most 2^8; fp16 ends at 2^16.
   static constexpr float kSlack = 8.f;
   static constexpr float kBelowAll = -1e38f;  // finite: -inf - -inf would be NaN
 
@@ -30,16 +31,18 @@ struct Softmax {
     sum[0] = sum[1] = 0.f;
   }
 
-  // A step: `is_exceeded`; if so, `follow`; `soften`; `add`.
+  // The steps for each tile: `is_exceeded`; if true, `follow`; `soften`; `add`.
 
-  // Whether a score of any of the warp's rows exceeds its maximum by more than the slack. That is
-  // seldom so: there is room for 2^8, and the quotient of output and `sum` is the same. So lanes
-  // vote, and exchange maxima only then: a shuffle goes through shared memory, where wgmma's
-  // operands come from. `larger` becomes the largest scores of this thread, in base 2.
+  // Whether a score of any of the warp's rows exceeds its row's maximum by more than kSlack.
+  // `larger` becomes this thread's largest scores, in base 2.
+  //
+  // A stale maximum does not change the result, the quotient of output and `sum`, and scores seldom
+  // exceed it by kSlack. So lanes only vote here, and `follow` exchanges maxima: a shuffle goes
+  // through shared memory, which also feeds wgmma its operands.
   template <int kTiles>
   __device__ bool is_exceeded(const float (&score)[kTiles][4], float (&larger)[2],
                               float scale_log2) const {
-    // Four chains of maxima, two a row: each waits for its last instruction.
+    // Four chains of maxima, two per row: in a chain each instruction waits for the one before.
     float chain[2][2];
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -59,8 +62,8 @@ struct Softmax {
     return __any_sync(~0u, exceeds);
   }
 
-  // The maxima of rows that `larger`, which becomes the row's, exceeds follow it; the output so far
-  // is worth `keep`, 1 for the others.
+  // Reduces `larger` over the lanes of each row and raises the maxima that it exceeds by more than
+  // kSlack. The caller multiplies the row's output by `keep`, which is 1 if the maximum stays.
   __device__ void follow(float (&larger)[2], float (&keep)[2]) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -76,7 +79,7 @@ struct Softmax {
     }
   }
 
-  // Scores to probabilities, 2^(score * scale_log2 - maximum).
+  // Turns scores into probabilities, 2^(score * scale_log2 - maximum).
   template <int kTiles>
   __device__ void soften(float (&score)[kTiles][4], float scale_log2) const {
 #pragma unroll
@@ -88,11 +91,11 @@ struct Softmax {
     }
   }
 
-  // To `sum`. With a branch between `soften` and this ptxas computes all powers first; else each
-  // addition waits for its power, and the next power for the addition.
+  // Adds the probabilities to `sum`. If there is a branch between `soften` and this, ptxas computes
+  // all powers first; else each addition waits for its power, and the next power for that addition.
   template <int kTiles>
   __device__ void add(const float (&probability)[kTiles][4]) {
-    float chain[2][2];  // two a row: each waits for its last instruction
+    float chain[2][2];  // two per row, as in is_exceeded
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
 #pragma unroll
@@ -106,7 +109,7 @@ struct Softmax {
     for (int r = 0; r < 2; ++r) sum[r] += chain[r][0] + chain[r][1];
   }
 
-  // Sums over the lanes that share a row.
+  // Reduces `sum` over the lanes that share a row.
   __device__ void finish_sums() {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -117,7 +120,7 @@ struct Softmax {
     }
   }
 
-  // Approximations are exact enough, to 2^-22, and short: code that runs once costs by the line.
+  // The approximations are exact to 2^-22, which is enough, and short (see cascade_attention.cuh).
   __device__ float normalizer(int r) const { return sum[r] == 0.f ? 0.f : __fdividef(1.f, sum[r]); }
   __device__ float lse_log2(int r) const { return maximum[r] + __log2f(sum[r]); }
 };

@@ -13,7 +13,7 @@ import torch
 
 
 def is_faster_by_cublaslt(num_rows: int) -> bool:
-    """Whether cuBLASLt is faster than torch's choice for a step of `num_rows` rows, by measurement."""
+    """Whether cuBLASLt is faster than torch's choice for a step of `num_rows` rows, as measured."""
     # Products of Llama-3.1-8B's shape on an H200, cuBLASLt against torch's own choice: 3% slower
     # with 8 and 16 rows, 0.5 to 3% faster with 24 to 112, equal with 128, 4% slower from 160 on.
     # See benchmarks/NOTES.md, "Generate, captured", 10.
@@ -37,7 +37,7 @@ def by_faster_library(num_rows: int) -> Iterator[None]:
 
 _lock = threading.Lock()
 _num_holders = 0
-_held: torch._C._BlasBackend | None = None  # torch's value for the library that the holders selected
+_held: torch._C._BlasBackend | None = None  # torch's value for the selected library
 
 
 def _hold() -> bool:

@@ -48,7 +48,7 @@ def _copy_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class RowCloser:
-    """Tells the cache which rows are finished; on a GPU two steps late, so that it need not wait."""
+    """Tells the cache which rows are finished; on a GPU two steps late, so it need not wait."""
 
     def __init__(self, cache: CascadeCache) -> None:
         self._cache = cache

@@ -1,10 +1,11 @@
 """Finding, building and loading the CUDA kernels of csrc/.
 
-One shared library per state of the sources: its name carries a key made of the sources, the flags
-and the targets, so a stale library is never loaded. It is looked for beside this file (made ahead
-of time, by setup.py or by `python ops/kernels.py`), then in the user's cache; where
-neither has it, the first op that meets a CUDA tensor builds it into the cache with nvcc and ninja.
-Where that fails, the ops run composed of torch operators, and `status().reason` says why.
+One shared library per state of the sources: its name carries a key made of the sources, the flags,
+the targets and the machine's architecture, so a stale library is never loaded. It is looked for
+beside this file (made ahead of time, by setup.py or by `python ops/kernels.py`), then in the user's
+cache; where neither has it, the first op that meets a CUDA tensor builds it into the cache with
+nvcc and ninja, while other threads and processes that want it wait. Where that fails, the ops run
+composed of torch operators, and `status().reason` says why.
 
 The library uses torch's stable ABI only: built once, against any torch from 2.11 on, with or
 without CUDA, it serves them all and every Python.
@@ -16,15 +17,24 @@ import argparse
 import hashlib
 import logging
 import os
+import platform
+import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Lock
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 # As in csrc/cascade_attention.cu.
 HEAD_DIMS = (64, 80, 96, 128, 256)
@@ -50,19 +60,16 @@ class Status:
 
 
 def status() -> Status:
-    """The kernels loaded by now; loads a library that is already built, builds none."""
-    return _load(build_missing=False)
+    """The kernels loaded by now; loads a library that is already built, builds none.
+
+    Where another thread is building one it waits for it.
+    """
+    return _find(build_missing=False)
 
 
 def load() -> Status:
     """Load the kernels, building them if they are missing. Tries once a process."""
-    found = status()
-    if found.library:
-        return found
-    built = _load(build_missing=True)
-    if built.library:
-        _load.cache_clear()  # what `status` remembers is out of date
-    return built
+    return _find(build_missing=True)
 
 
 def serve(pool: torch.Tensor) -> bool:
@@ -78,9 +85,21 @@ def source_folder() -> Path:
     return next((p for p in (here / "csrc", here.parent / "csrc") if p.is_dir()), here / "csrc")
 
 
+def nvcc_release() -> str | None:
+    """The CUDA release, such as "13.0", of the nvcc that `build` takes; None if there is none."""
+    try:
+        command = [_find_nvcc(), "--version"]
+        said = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except (RuntimeError, OSError):
+        return None
+    release = re.search(r"release (\d+\.\d+)", said)
+    return release[1] if release else None
+
+
 def library_name(targets: Sequence[str] = TARGETS) -> str:
-    """Name of the library that the sources as they are would give for these targets."""
-    digest = hashlib.sha256(repr((FLAGS, HEAD_DIMS, tuple(targets))).encode())
+    """Name of the library that the sources would give on this machine for these targets."""
+    key = (FLAGS, HEAD_DIMS, tuple(targets), platform.machine())
+    digest = hashlib.sha256(repr(key).encode())
     for source in sorted(source_folder().iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return f"_C_cuda_{digest.hexdigest()[:16]}.so"
@@ -104,48 +123,91 @@ def build(
         RuntimeError: a tool is missing, or the compiler's output.
     """
     nvcc, ninja = _find_nvcc(), _find_ninja()
-    folder = library.parent / (library.stem + ".build")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "build.ninja").write_text(_ninja_file(library, folder, nvcc, targets, head_dims))
-    command = [ninja, "-C", str(folder), *([] if jobs is None else ["-j", str(jobs)])]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(f"building the CUDA kernels failed:\n{result.stdout}{result.stderr}")
-    shutil.rmtree(folder)
+    # Built aside and moved into place: nobody sees half a library, and an end of any kind leaves
+    # nothing. Compilers that outlive an interrupt may still write there.
+    with TemporaryDirectory(
+        prefix=f"{library.stem}.", suffix=".build", dir=library.parent, ignore_cleanup_errors=True
+    ) as folder:
+        aside = Path(folder) / library.name
+        rules = _ninja_file(aside.name, nvcc, targets, head_dims)
+        aside.with_name("build.ninja").write_text(rules)
+        command = [ninja, "-C", folder, *([] if jobs is None else ["-j", str(jobs)])]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            said = f"{result.stdout}{result.stderr}"
+            raise RuntimeError(f"building the CUDA kernels failed:\n{said}")
+        if aside.exists():  # not linked for some of HEAD_DIMS
+            aside.replace(library)
     return result.stdout
 
 
-@lru_cache(maxsize=2)
+_finding = Lock()  # one thread looks, builds and loads, and the others wait
+_found: Status | None = None  # what is so until the process ends: a library, or why there is none
+
+
+def _find(build_missing: bool) -> Status:
+    global _found
+    with _finding:
+        if _found is not None:
+            return _found
+        status = _load(build_missing)
+        if status.library or build_missing:
+            _found = status
+        return status
+
+
 def _load(build_missing: bool) -> Status:
     try:
         if torch.version.cuda is None:
             return Status(None, "this torch is built without CUDA")
         if not torch.cuda.is_available():
             return Status(None, "torch finds no CUDA device")
-        target = _device_target()
+        targets = _device_targets()
         if not source_folder().is_dir():
             return Status(None, f"the sources are missing from {source_folder()}")
-        # Ahead of time for all targets; at first use for this device's alone.
+        # Ahead of time for all targets; at first use for those of this machine.
         places = [
             Path(__file__).resolve().parent / library_name(),
-            _cache_folder() / library_name((target,)),
+            _cache_folder() / library_name(targets),
         ]
         library = next((place for place in places if place.is_file()), None)
         if library is None:
             if not build_missing:
                 return _missing()
             library = places[-1]
-            _log.warning("building the CUDA kernels into %s; this takes minutes, once", library)
-            # Built aside and moved into place: another process never sees half a library.
-            scratch = library.with_suffix(f".{os.getpid()}.so")
-            build(scratch, targets=(target,))
-            scratch.replace(library)
+            library.parent.mkdir(parents=True, exist_ok=True)
+            with _alone(library.with_name("build.lock")):
+                if not library.is_file():  # nobody built it meanwhile
+                    _log.warning("building the CUDA kernels into %s: minutes, once", library)
+                    build(library, targets=targets)
         torch.ops.load_library(str(library))
         return Status(library, f"loaded {library.name}")
     except (RuntimeError, OSError) as error:
         if build_missing:
             _log.warning("no CUDA kernels, torch operators serve instead: %s", error)
         return Status(None, str(error))
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """One process at a time holds the lock at `path`; the system takes it from one that died."""
+    if fcntl is None:
+        yield
+        return
+    with path.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.warning("another process builds CUDA kernels: waiting until it unlocks %s", path)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass  # some network file systems have no locks: there every process builds
+        try:
+            yield
+        finally:
+            # Closing is not enough where another thread has forked: its child holds `lock` too.
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_UN)
 
 
 def _missing() -> Status:
@@ -164,20 +226,24 @@ def _cache_folder() -> Path:
     return Path(base) / "hf_cascade"
 
 
-def _device_target() -> str:
+def _device_targets() -> tuple[str, ...]:
+    """Of all visible devices that kernels can serve; the current one has to be among them."""
     major, minor = torch.cuda.get_device_capability()
     if major < 8:
         raise RuntimeError(
             f"the kernels need compute capability 8.0, the device has {major}.{minor}"
         )
-    return "90a" if major == 9 else "80"
+    majors = {torch.cuda.get_device_capability(i)[0] for i in range(torch.cuda.device_count())}
+    return tuple(sorted({"90a" if major == 9 else "80" for major in majors if major >= 8}))
 
 
 def _find_nvcc() -> str:
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    nvcc = shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+    home = os.environ.get("CUDA_HOME")
+    chosen = [f"{home}/bin/nvcc"] if home else []
+    places = [*chosen, "nvcc", "/usr/local/cuda/bin/nvcc"]
+    nvcc = next(filter(None, map(shutil.which, places)), None)
     if nvcc is None:
-        raise RuntimeError("nvcc is not on PATH, nor under CUDA_HOME")
+        raise RuntimeError("nvcc is not under CUDA_HOME, on PATH or in /usr/local/cuda")
     return nvcc
 
 
@@ -196,9 +262,7 @@ def _find_host_compiler() -> str:
     return compiler
 
 
-def _ninja_file(
-    library: Path, folder: Path, nvcc: str, targets: Sequence[str], head_dims: Sequence[int]
-) -> str:
+def _ninja_file(library: str, nvcc: str, targets: Sequence[str], head_dims: Sequence[int]) -> str:
     sources, torch_folder = source_folder(), Path(torch.__file__).parent
     includes = f"-isystem {torch_folder / 'include'}"
     flags = " ".join(FLAGS)
@@ -236,7 +300,7 @@ def _ninja_file(
     # A torch without CUDA has no libtorch_cuda to link against: the name is all the linker needs.
     torch_cuda, stub = torch_folder / "lib", ""
     if not (torch_cuda / "libtorch_cuda.so").exists():
-        torch_cuda, stub = folder, " | libtorch_cuda.so"
+        torch_cuda, stub = Path(), " | libtorch_cuda.so"
         lines.append("build libtorch_cuda.so: stub")
     lines += [f"build {library}: link {' '.join(objects)}{stub}", f"  torch_cuda = {torch_cuda}"]
     complete = set(head_dims) == set(HEAD_DIMS)

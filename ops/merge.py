@@ -69,27 +69,27 @@ def _merge_state(
 def merge_nonempty(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """What `merge_state` computes where neither state is empty, for who knows that."""
+    """`merge_state` for callers that know that neither state is empty."""
     out = _weighted(as_float32(out_a), lse_a, as_float32(out_b), lse_b)
     return out if out.dtype == out_a.dtype else out.to(out_a.dtype), torch.logaddexp(lse_a, lse_b)
 
 
 def as_float32(x: Tensor) -> Tensor:
-    """`x.float()`, which is a call even where it does nothing: a step is short."""
+    """`x.float()`, but without that call if x is float32: in a short step the call shows."""
     return x if x.dtype == torch.float32 else x.float()
 
 
 def _combine(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     out = _weighted(out_a, lse_a, out_b, lse_b)
-    # Selecting, where the arithmetic would give -0 + 0 or, between two empty states, NaN, keeps
-    # the identity of merge bitwise.
+    # With an empty state the arithmetic would give -0 + 0, or NaN if both are empty. Selecting the
+    # other state returns it bit for bit.
     out = torch.where(_is_empty(lse_b), out_a, torch.where(_is_empty(lse_a), out_b, out))
     return out, torch.logaddexp(lse_a, lse_b)
 
 
 def _weighted(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
-    # A weight for each, not one and its complement: merging commutes to the bit, and no
-    # difference of outs can overflow.
+    # Two weights, not one and its complement: so merging commutes bit for bit, and there is no
+    # difference of outs that could overflow.
     log_ratio = (lse_a - lse_b)[..., None]
     return torch.sigmoid(log_ratio) * out_a + torch.sigmoid(-log_ratio) * out_b
 
