@@ -9,6 +9,7 @@ implementation that the model had before.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Iterable, Iterator
@@ -100,22 +101,49 @@ def attention_switched(model: Any) -> Iterator[None]:
     Configs may be shared by several models, and generate may run inside generate: each config
     goes back to its own implementation when its last user leaves.
     """
-    configs = _configs(model)
-    with _switch_lock:
-        for config in configs:
-            switch = _switches.setdefault(id(config), _Switch(config, config._attn_implementation))
-            switch.users += 1
-            config._attn_implementation_internal = ATTENTION_NAME
+    configs, switched = _configs(model), []
     try:
+        with _switch_lock:
+            for config in configs:
+                before = _Switch(config, config._attn_implementation)
+                switch = _switches.setdefault(id(config), before)
+                switched.append(config)
+                switch.users += 1
+                config._attn_implementation_internal = ATTENTION_NAME
         yield
     finally:
         with _switch_lock:
-            for config in configs:
+            for config in switched:
                 switch = _switches[id(config)]
                 switch.users -= 1
                 if not switch.users:
                     del _switches[id(config)]
                     config._attn_implementation_internal = switch.before
+
+
+def foreign_attention(model: Any) -> str | None:
+    """The model's attention or mask function that is not of transformers, by name; None if all are.
+
+    What someone else's function computes is not known, so ours can't take its place.
+    """
+    names = {_implementation_before(config) for config in _configs(model)}
+    for name in sorted(names):
+        for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            if name in functions and not _is_of(functions[name], "transformers"):
+                return name
+    if "eager" in names:
+        for modeling_file in {type(module).__module__ for module in model.modules()}:
+            eager = getattr(sys.modules.get(modeling_file), "eager_attention_forward", None)
+            if eager is not None and not _is_of(eager, "transformers", modeling_file):
+                return "eager"
+    return None
+
+
+def _is_of(function: Any, *packages: str) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    module = f"{getattr(function, '__module__', '')}."
+    return any(module.startswith(f"{package}.") for package in packages)
 
 
 def switched_configs(model: Any) -> list[tuple[PreTrainedConfig, str | None]]:

@@ -37,6 +37,7 @@ from .tree import UNKNOWN_TOKEN, KVTree, Node, token_bytes
 CASCADE_KV_OFFSET = -(2**31)
 
 _UNKNOWN = token_bytes([UNKNOWN_TOKEN])
+_STEPS_AHEAD = 4096  # that a step plan lists pages for; max_length may be "no limit", 1e30
 
 
 class CascadeCache(Cache):
@@ -63,9 +64,12 @@ class CascadeCache(Cache):
         self.longest_path = 0
         self._longest_served: int | None = None  # None is no limit
         self.may_step_too_far = False  # a decode step more than the call needs does no harm
+        self.may_run_dry = False  # steps may go on beyond max_length, with nothing to compute
         self._length = 0
         self._max_new_tokens = 0
         self._step_plan: StepPlan | None = None
+        self._steps_planned = 0  # that it still has room for
+        self.num_step_plans = 0  # what was captured with an earlier one is out of date
         self._is_reshaped = True  # the tree is not as the step plan has it
         self._is_fresh_root = False  # all that the pass computes
         self._has_begun = self._is_first_pass = False
@@ -187,6 +191,11 @@ class CascadeCache(Cache):
         its own last token is for nobody, and takes no pages.
         """
         room = self._max_new_tokens - self.decode_steps
+        if room <= 0 and not self.may_run_dry:
+            raise UnsupportedModelError(
+                f"decoding goes on beyond the {self._max_new_tokens} new tokens that max_length "
+                "allows"
+            )
         leaves = self.leaves if room > 0 else [None] * len(self.leaves)
         live = [leaf for leaf in leaves if leaf is not None]
         self.tree.extend(live, [_UNKNOWN] * len(live))
@@ -217,14 +226,18 @@ class CascadeCache(Cache):
     def _begin_in_place(self, leaves: Sequence[Node | None], room: int) -> None:
         """Like `begin`, with the tensors and the shapes of the first step in all later ones."""
         self.pool.grow()
-        if self._step_plan is None:
+        if self._step_plan is None or (room > 0 and not self._steps_planned):
             self._step_plan = StepPlan(self.tree, self._plans)
+            self._steps_planned = min(max(room, 0), _STEPS_AHEAD)
+            self.num_step_plans += 1
+            self._is_reshaped = True
         if self._is_reshaped or room == 0:
-            self._step_plan.rewrite(leaves, max(room, 0))
+            self._step_plan.rewrite(leaves, self._steps_planned)
             self._plans = self._step_plan.plans
             self._is_reshaped = False
         else:
             self._step_plan.add_pages(leaves)
+        self._steps_planned -= self._steps_planned > 0
 
     def undo_step(self) -> None:
         """Do not count the last step: it was one too many. Only the end of the call may follow."""

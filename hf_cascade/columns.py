@@ -6,17 +6,18 @@ import torch
 from torch import Tensor
 
 GROWING = ("attention_mask", "position_ids")
+_MOST_AHEAD = 4096  # max_length may be "no limit", 1e30
 
 
 class Columns:
     """The growing inputs of one call: each step's are a view, and no launch of a kernel.
 
     Args:
-        room: columns that are made ahead.
+        room: columns that the call may come to need; so many at most are made ahead.
     """
 
     def __init__(self, room: int) -> None:
-        self._room = max(1, room)
+        self._room = max(1, min(room, _MOST_AHEAD))
         self._whole: dict[str, Tensor] = {}
         self._given: dict[str, Tensor] = {}
 

@@ -14,11 +14,18 @@ import inspect
 from typing import Any
 
 import torch
+import torch.nn.modules.module as _module
 import transformers
 from torch import Tensor
-from transformers import CompileConfig, GenerationMixin
+from transformers import Cache, CompileConfig, GenerationMixin
+from transformers.generation import MaxLengthCriteria
 
-from .attention import attention_switched, switch_back, switched_configs
+from .attention import (
+    attention_switched,
+    foreign_attention,
+    switch_back,
+    switched_configs,
+)
 from .cache import CascadeCache
 from .columns import GROWING, Columns
 from .draw import hand_on_logits, replacements
@@ -64,6 +71,7 @@ class CascadeGenerate:
         switch_back(state.pop(_SWITCHED, ()))
         super().__setstate__(state)  # type: ignore[misc]
 
+    @torch.compiler.disable  # user code around it may be compiled
     def generate(self, *args, **kwargs):
         cascade = self.cascade
         with cascade.call() as call:
@@ -71,9 +79,9 @@ class CascadeGenerate:
             if getattr(self, "cascade", None) is not cascade:
                 return self.generate(*args, **kwargs)
             call.is_plain = self._is_plain(args, kwargs)
-            call.reason_before = _call_obstacle_before(
-                dict(zip(_GENERATE_PARAMETERS, args, strict=False)) | kwargs
-            )
+            arguments = dict(zip(_GENERATE_PARAMETERS, args, strict=False)) | kwargs
+            call.reason_before = _call_obstacle_before(arguments)
+            call.longest = _longest_allowed(arguments.get("stopping_criteria"))
             if call.reason_before is not None:
                 cascade.fall_back(call, call.reason_before, type(self).__name__)
             return super().generate(*args, **kwargs)  # type: ignore[misc]
@@ -119,24 +127,29 @@ class CascadeGenerate:
         call = self.cascade.uncached
         reason = None
         if call is not None:
-            reason = call.reason_before or call_obstacle(
-                self,
-                original_class(type(self)),
-                generation_config,
-                model_kwargs,
-                generation_mode.value,
-                call.prompt_shape,
+            reason = (
+                call.reason_before
+                or _attention_obstacle(self)
+                or _length_obstacle(call.longest, generation_config)
+                or call_obstacle(
+                    self,
+                    original_class(type(self)),
+                    generation_config,
+                    model_kwargs,
+                    generation_mode.value,
+                    call.prompt_shape,
+                )
             )
             if reason is not None and call.reason_before is None:
                 self.cascade.fall_back(call, reason, type(self).__name__)
             embeds, given = (
                 model_kwargs.get(name) for name in ("inputs_embeds", "past_key_values")
             )
-            call.count_prompt(
-                model_kwargs.get("attention_mask"),
-                call.prompt_shape or embeds.shape[:2],  # of other lengths than the ids
-                0 if given is None else int(given.get_seq_length()),
-            )
+            shape = call.prompt_shape
+            if shape is None:  # ids and embeddings of other lengths, or ids that were changed since
+                shape = (0, 0) if embeds is None else embeds.shape[:2]
+            known = given.get_seq_length() if isinstance(given, Cache) else 0
+            call.count_prompt(model_kwargs.get("attention_mask"), shape, int(known))
         if call is None or reason is not None:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
@@ -154,6 +167,11 @@ class CascadeGenerate:
     def _compiles(self, generation_config, cache: CascadeCache, rows: int) -> bool:
         """Whether decode steps of so many rows are compiled; then the config says how."""
         if not self.cascade.compiles_on(self.device) or generation_config.disable_compile:
+            return False
+        if _are_all_watched() or (self.cascade.options.compile == "auto" and _is_watched(self)):
+            self.cascade.compiler.warn_once(
+                "forward hooks are registered, which compiled code would not call in every step"
+            )
             return False
         compile_config = generation_config.compile_config
         generation_config.compile_config = self._compile_config(generation_config, rows)
@@ -213,6 +231,7 @@ class CascadeGenerate:
             )
         cache = call.cache
         assert cache is not None
+        cache.may_run_dry = bool(kwargs.get("synced_gpus"))
         returned = generation_config.return_dict_in_generate and (
             generation_config.output_scores or generation_config.output_logits
         )
@@ -252,7 +271,9 @@ class CascadeGenerate:
                 input_ids, logits_processor, stopping_criteria, generation_config, *args, **kwargs
             )
         model: Any = self
-        if call.cache is not None and call.cache.is_compileable:
+        assert call.cache is not None
+        call.cache.may_run_dry = bool(kwargs.get("synced_gpus"))
+        if call.cache.is_compileable:
             # Sampling asks for a compiled call, beam search calls the model: here, one that steps.
             model = Stepping(self, self.get_compiled_call(generation_config.compile_config))
         output = GenerationMixin._beam_search(
@@ -312,8 +333,7 @@ class CascadeGenerate:
 
 
 def _new_patched(original: type) -> Any:
-    patched: Any = cascade_class(original)
-    return patched.__new__(patched)
+    return object.__new__(cascade_class(original))
 
 
 _SWITCHED = "_hf_cascade_switched_configs"  # in the state of a copy
@@ -327,6 +347,37 @@ def _has_hooks(model: Any) -> bool:
     """Whether accelerate has put hooks on layers: it does where a model is split or offloaded."""
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
     return "_hf_hook" in vars(model) or len(devices) > 1
+
+
+def _is_watched(model: Any) -> bool:
+    """Whether forward hooks are registered for a module of the model."""
+    return any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def _are_all_watched() -> bool:
+    """Whether forward hooks are registered for all modules there are: the compiler ignores them."""
+    return bool(_module._global_forward_hooks or _module._global_forward_pre_hooks)
+
+
+def _attention_obstacle(model: Any) -> str | None:
+    name = foreign_attention(model)
+    return None if name is None else f"the attention function {name!r} is not of transformers"
+
+
+def _longest_allowed(stopping_criteria: Any) -> int:
+    """The most tokens that a length criterion of the caller's own allows; 0 without one."""
+    if not isinstance(stopping_criteria, list):
+        return 0
+    limits = (c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria))
+    return max(limits, default=0)
+
+
+def _length_obstacle(longest: int, generation_config: Any) -> str | None:
+    """A MaxLengthCriteria among the arguments takes the place of the one that generate makes."""
+    limit = generation_config.max_length
+    if longest > limit:
+        return f"a MaxLengthCriteria of {longest} tokens, which is more than max_length={limit}"
+    return None
 
 
 def _is_distributed() -> bool:
@@ -360,14 +411,20 @@ def cascade_class(original: type) -> type:
             return original.generate(self, *args, **kwargs)  # type: ignore[attr-defined]
         return CascadeGenerate.generate(self, *args, **kwargs)
 
+    def __new__(cls, *args, **kwargs):
+        # Of a patched model's class one gets a new model that is not patched.
+        return original(*args, **kwargs) if cls is patched else object.__new__(cls)
+
     namespace = {
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
+        "__new__": __new__,
         "generate": generate,
         "prepare_inputs_for_generation": prepare_inputs_for_generation,
     }
-    return type(original.__name__, (CascadeGenerate, original), namespace)
+    patched = type(original.__name__, (CascadeGenerate, original), namespace)
+    return patched
 
 
 def original_class(patched: type) -> type:

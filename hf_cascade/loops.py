@@ -36,6 +36,8 @@ class Criteria(StoppingCriteriaList):
 
     def __init__(self, criteria: StoppingCriteriaList, rows: RowCloser | None = None) -> None:
         super().__init__(criteria)
+        # A list with a call of its own is asked as a whole.
+        self._asked = criteria if type(criteria) is StoppingCriteriaList else [criteria]
         self._rows = rows
         self._none: Tensor | None = None
 
@@ -43,7 +45,7 @@ class Criteria(StoppingCriteriaList):
         if self._none is None or self._none.shape[0] != input_ids.shape[0]:
             self._none = input_ids.new_zeros(input_ids.shape[0], dtype=torch.bool)
         over = self._none
-        for criterion in self:
+        for criterion in self._asked:
             if not _is_shorter(input_ids, criterion):
                 over = over | criterion(input_ids, scores, **kwargs)
         if self._rows is not None:

@@ -89,8 +89,12 @@ def patch(
         raise UnsupportedModelError(
             f"{type(base).__name__} can't be patched: {'; '.join(obstacles)}"
         )
-    base.__class__ = cascade_class(type(base))  # type: ignore[arg-type]
     base.cascade = Cascade(options)
+    try:
+        base.__class__ = cascade_class(type(base))  # type: ignore[arg-type]
+    except BaseException:
+        del base.cascade
+        raise
     return model
 
 
@@ -105,10 +109,10 @@ def unpatch(model: Model) -> Model:
         with base.cascade.lock:  # not under a call of another thread
             base.cascade.release()
             unpack_linears(base)
-            del base.cascade
             for name in COMPILED_ATTRIBUTES:
                 vars(base).pop(name, None)
             base.__class__ = original_class(type(base))
+            del base.cascade  # last: a patched model has one at any time
     return model
 
 

@@ -102,7 +102,7 @@ class Cascade:
         self._description = "no generate call yet"
         self._warned: set[str] = set()
         self._dropped: deque[KVTree] = deque()  # filled by finalizers, in any thread
-        self._new_pool()
+        self.pool = self._new_pool()
 
     def __reduce__(self):
         return type(self), (self.options,)
@@ -139,7 +139,7 @@ class Cascade:
             if self._calls:
                 raise RuntimeError("release() during generate: the pages are in use")
             storage = [weakref.ref(k_pool) for k_pool, _ in self.pool.layers()]
-            self._new_pool()
+            self.pool = self._new_pool()
             self.compiler.capturer.release()
             if any(k_pool() is not None for k_pool in storage):
                 gc.collect()  # compiling leaves reference cycles that hold what it ran with
@@ -163,15 +163,23 @@ class Cascade:
     def call(self) -> Iterator[Call]:
         """One `generate` call: exclusive, and whatever happens inside, every page comes back."""
         with self.lock:
-            self._drain()
-            self._calls.append(Call())
+            depth, is_interrupted = len(self._calls), False
             try:
+                self._drain()
+                self._calls.append(Call())
                 yield self._calls[-1]
                 last = self._calls[-1]
                 if last.has_begun or last.reason_before is not None:
                     self._finish(last)
+            except Exception:
+                raise
+            except BaseException:  # Ctrl-C, say: it may have come between any two lines
+                is_interrupted = True
+                self.pool = self._new_pool()
+                raise
             finally:
-                self._calls.pop().close()
+                while len(self._calls) > depth:
+                    self._calls.pop().close(keep_pages=is_interrupted)
 
     def begin_run(self) -> Call | None:
         """Stock generate begins; a model's own `generate` may let it do so more than once.
@@ -220,10 +228,12 @@ class Cascade:
 
     def open_cache(self, call: Call) -> CascadeCache:
         """A cache over an empty tree, for `call`."""
-        if len(self._calls) == 1:
-            self.allocator.reset_peak()
+        is_within_another = any(other.cache is not None for other in self._calls[:-1])
+        # Then with pages of its own: it may be of another dtype.
+        pool = self._new_pool() if is_within_another else self.pool
+        pool.allocator.reset_peak()
         call.cache = CascadeCache(
-            KVTree(self.allocator), self.pool, batch_invariant=self.options.batch_invariant
+            KVTree(pool.allocator), pool, batch_invariant=self.options.batch_invariant
         )
         return call.cache
 
@@ -253,16 +263,19 @@ class Cascade:
         if call.cache is not None:
             call.cache.end()
             self._description = call.cache.tree.describe()
-        self._stats = call.stats(self.pool.page_bytes(), self.allocator)
+        self._stats = call.stats()
         logger.debug("generate: %s", self._stats)
 
     def _drain(self) -> None:
         while self._dropped:
             self._dropped.popleft().clear()
 
-    def _new_pool(self) -> None:
-        self.allocator = PageAllocator(self.options.page_size, self.options.max_pages)
-        self.pool = PagePool(self.allocator)
+    @property
+    def allocator(self) -> PageAllocator:
+        return self.pool.allocator
+
+    def _new_pool(self) -> PagePool:
+        return PagePool(PageAllocator(self.options.page_size, self.options.max_pages))
 
 
 class Call:
@@ -289,15 +302,16 @@ class Call:
         self.prefill_tokens = 0
         self.decode_steps = 0
         self.prompt_shape: tuple[int, int] | None = None  # rows and columns, padding included
+        self.longest = 0  # tokens of a row that criteria of the caller's allow
 
     def next(self) -> Call:
         """The state in which stock generate may begin anew, within the same `generate` call."""
         return Call(self.is_plain, self.reason_before)
 
-    def close(self) -> None:
-        """Undo what the call has set up, and give its pages back."""
+    def close(self, keep_pages: bool = False) -> None:
+        """Undo what the call has set up, and give its pages back, unless nobody will need them."""
         self.cleanup.close()
-        if self.cache is not None and not self.is_handed_over:
+        if self.cache is not None and not self.is_handed_over and not keep_pages:
             self.cache.tree.clear()
 
     def count_prompt(
@@ -319,17 +333,22 @@ class Call:
         """What draws the tokens of the next step; None: torch's own softmax and multinomial."""
         return None if self.step is None else self.step.draw
 
-    def stats(self, page_bytes: int, allocator: PageAllocator) -> GenerateStats:
+    def stats(self) -> GenerateStats:
         cache = self.cache
-        stored_tokens = 0 if cache is None else sum(cache.prompt_length) + cache.row_steps
+        kv_bytes = kv_bytes_unshared = 0
+        if cache is not None:
+            allocator, page_bytes = cache.pool.allocator, cache.pool.page_bytes()
+            stored_tokens = sum(cache.prompt_length) + cache.row_steps
+            kv_bytes = allocator.peak_pages_in_use * page_bytes
+            kv_bytes_unshared = stored_tokens * page_bytes // allocator.page_size
         return GenerateStats(
             path="stock" if cache is None else "cascade",
             reason=self.reason,
             prompt_tokens=self.prompt_tokens,
             prefill_tokens=self.prompt_tokens if cache is None else self.prefill_tokens,
             decode_steps=self.decode_steps if cache is None else cache.decode_steps,
-            kv_bytes=0 if cache is None else allocator.peak_pages_in_use * page_bytes,
-            kv_bytes_unshared=stored_tokens * page_bytes // allocator.page_size,
+            kv_bytes=kv_bytes,
+            kv_bytes_unshared=kv_bytes_unshared,
             backend="stock" if cache is None else self._backend(cache),
             fused_layers=0 if self.step is None else self.step.fused_layers,
         )

@@ -41,7 +41,14 @@ class StepCompiler:
         self.failure: str | None = None
         self.capturer = Capturer()
         self.draw = Draw()
+        self._told: set[str] = set()
         self._forwards: list[tuple[Any, CompiledForward]] = []
+
+    def warn_once(self, reason: str) -> None:
+        """Say why steps are not compiled for now."""
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.warning("decode steps are not compiled: %s", reason)
 
     def forward(self, model: Any, config: Any, *, must_compile: bool) -> CompiledForward:
         """The model's forward pass as a CompileConfig of transformers says."""
@@ -148,7 +155,9 @@ class CompiledForward:
         for value in tensors(inputs):
             if value.ndim and value.shape[0] > 1:  # one batch size is like another
                 torch._dynamo.maybe_mark_dynamic(value, 0)
-        return self._compiled(**inputs)
+        # torch leaves forward hooks out of its guards unless told otherwise.
+        with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
+            return self._compiled(**inputs)
 
     def _fail(self, error: Exception) -> None:
         """Go on without a compiler, or raise what says why there is none."""
@@ -199,7 +208,7 @@ class DecodeStep:
             The model's output; the next step may overwrite its tensors.
         """
         self._has_run = True
-        of = (shapes(inputs), self._cache.pool.version)
+        of = (shapes(inputs), self._cache.pool.version, self._cache.num_step_plans)
         if self._graph is not None and self._graph_of == of:
             return self._graph.replay(inputs)
         self._graph, self._graph_of = None, of

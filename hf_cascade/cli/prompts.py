@@ -69,14 +69,14 @@ def _split(text: str, path: Path) -> list[str]:
 def _is_object(line: str) -> bool:
     try:
         return isinstance(json.loads(line), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 
 def _prompt_of(line: str, place: str) -> str:
     try:
         value = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Failure(f"{place}: no JSON ({error})") from error
     prompt = value.get("prompt") if isinstance(value, dict) else None
     if not isinstance(prompt, str) or not prompt.strip():
