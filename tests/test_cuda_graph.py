@@ -261,7 +261,14 @@ def test_memory_comes_back(patched) -> None:
 
 def test_a_step_that_cannot_be_captured_still_runs(stock, captures, caplog) -> None:
     model = hf_cascade.patch(copy.deepcopy(stock), strict=True)
-    model.model.layers[1].register_forward_hook(lambda module, args, out: print_sum(out))
+    mlp = model.model.layers[1].mlp
+    forward = mlp.forward
+
+    def watched(x: torch.Tensor) -> torch.Tensor:
+        print_sum(out := forward(x))
+        return out
+
+    mlp.forward = watched
     for length in (12, 13, 14):
         assert torch.equal(
             generate(model, length, do_sample=False, num_return_sequences=1, max_new_tokens=9),
