@@ -144,7 +144,8 @@ def as_side(model: LlamaForCausalLM, side: str, options: argparse.Namespace) -> 
 def without_attention(self: CascadeCache, query: torch.Tensor, scaling: float) -> torch.Tensor:
     key, value, layer_idx = self._recorded
     self._recorded = None
-    self.pool.layer(layer_idx, *(x.transpose(1, 2).flatten(0, 1) for x in (key, value)))
+    k, v = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+    self.pool.layer(layer_idx, k, v, is_first_pass=self._is_first_pass)
     self._plan_on(query.device)
     self._attended.append(layer_idx)
     return query.transpose(1, 2)
