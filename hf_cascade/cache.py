@@ -7,12 +7,12 @@ every layer did both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from .errors import UnsupportedModelError
 from .ops import (
@@ -305,10 +305,6 @@ class CascadeCache(Cache):
     def __len__(self) -> int:
         return len(self.pool.layers())
 
-    def hand_over(self, on_close: Callable[[KVTree], None]) -> ReturnedCache:
-        """The cache as the caller of `generate` gets it; it keeps the pages until dropped."""
-        return ReturnedCache(self, on_close)
-
     def _pass_on(self, device: torch.device, num_tokens: int, k_pool: Tensor) -> composed.Pass:
         """What all layers of the pass share where torch operators serve."""
         if device not in self._passes:
@@ -341,72 +337,6 @@ class CascadeCache(Cache):
         if device not in self._plans:  # the first pass; prefill meets all of a split model's
             self._plans[device] = build_plan(self._layout, device)
         return self._plans[device]
-
-
-class ReturnedCache(DynamicCache):
-    """`past_key_values` of a `generate` output: an ordinary cache, gathered at its first use.
-
-    Until then it costs no memory but the pages it keeps. Rows are left-padded as they were in the
-    prompt batch; padded positions are zero.
-    """
-
-    def __init__(self, cache: CascadeCache, on_close: Callable[[KVTree], None]) -> None:
-        self._pages: _Pages | None = _Pages(cache, on_close)
-        super().__init__()
-
-    def __reduce_ex__(self, protocol):
-        _ = self.layers  # copies and pickles are of the gathered rows, never of the page pool
-        return super().__reduce_ex__(protocol)
-
-    @property
-    def layers(self) -> list:
-        if self._pages is not None:
-            pages, self._pages = self._pages, None  # `update` asks for the layers
-            try:
-                for layer_idx, (k, v) in enumerate(pages.gather()):
-                    self.update(k, v, layer_idx)
-            except BaseException:  # out of memory, say: the pages still have it all
-                self.layers, self._pages = [], pages
-                raise
-        return self._layers
-
-    @layers.setter
-    def layers(self, value: list) -> None:
-        self._layers = value
-
-
-class _Pages:
-    """The pages of a finished call's rows, returned to their tree when this object goes."""
-
-    def __init__(self, cache: CascadeCache, on_close: Callable[[KVTree], None]) -> None:
-        self._tree, self._on_close = cache.tree, on_close
-        self._pools = cache.pool.layers()  # kept alive even if the pool is released or grows
-        self._length = cache.get_seq_length()
-        self._slots = [
-            [
-                slot
-                for node in cache.tree.path(leaf)
-                for slot in cache.tree.slots(node, 0, node.kv_len)
-            ]
-            for leaf in cache.leaves
-            if leaf is not None
-        ]
-
-    def gather(self) -> list[tuple[Tensor, Tensor]]:
-        return [(self._rows(k_pool), self._rows(v_pool)) for k_pool, v_pool in self._pools]
-
-    def _rows(self, pool: Tensor) -> Tensor:
-        _, num_kv_heads, page_size, head_dim = pool.shape
-        rows = pool.new_zeros(len(self._slots), num_kv_heads, self._length, head_dim)
-        for row, slots in zip(rows, self._slots, strict=True):
-            slot = torch.tensor(slots, device=pool.device)
-            row[:, self._length - len(slots) :] = pool[
-                slot // page_size, :, slot % page_size
-            ].transpose(0, 1)
-        return rows
-
-    def __del__(self) -> None:
-        self._on_close(self._tree)
 
 
 def _packed(states: Tensor, dtype: torch.dtype) -> Tensor:

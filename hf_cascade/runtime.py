@@ -27,6 +27,7 @@ from .errors import CascadeFallbackWarning, UnsupportedCallError
 from .fuse import FusePass
 from .ops import kernels
 from .pages import PageAllocator, PagePool
+from .returned_cache import ReturnedCache
 from .stats import GenerateStats
 from .step import DecodeStep, StepCompiler
 from .tree import KVTree
@@ -203,7 +204,7 @@ class Cascade:
         self._finish(call)
         returned = getattr(output, "past_key_values", None)
         if isinstance(returned, CascadeCache):  # a model may have dropped it on the way
-            output.past_key_values = returned.hand_over(self.reclaim)
+            output.past_key_values = ReturnedCache(returned, self.reclaim)
             call.is_handed_over = True
         call.close()
         self._calls[-1] = call.next()

@@ -16,6 +16,7 @@ KNOW_TRANSFORMERS = (
     "compat.py",
     "attention.py",
     "cache.py",
+    "returned_cache.py",
     "loops.py",
     "prefill.py",
     "loading.py",
