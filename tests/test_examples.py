@@ -14,7 +14,7 @@ from rich.progress import Progress
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BatchEncoding, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from examples import demo, document_qa, self_consistency, skeleton_of_thought, smollm2
+from examples import demo, document_qa, ops_by_hand, self_consistency, skeleton_of_thought, smollm2
 from examples.measure import Comparison, Measurement, compare
 from examples.terminal import comparison_table
 from hf_cascade import Consensus, Sample
@@ -272,7 +272,9 @@ def test_a_demo_that_cannot_save_its_chart_says_so_first(monkeypatch, tmp_path):
         demo.main()
 
 
-@pytest.mark.parametrize("example", ["document_qa", "self_consistency", "skeleton_of_thought"])
+@pytest.mark.parametrize(
+    "example", ["document_qa", "self_consistency", "skeleton_of_thought", "ops_by_hand"]
+)
 def test_an_example_says_what_it_does(example, monkeypatch, capsys):
     main = importlib.import_module(f"examples.{example}").main
     monkeypatch.setattr(sys, "argv", [example, "--help"])
@@ -345,6 +347,12 @@ def test_the_readme_calls_self_consistency_as_it_is(chain_of_sums):
     exec(code, names)
     assert len(names["results"]) == 2
     assert all(result.answer.isdecimal() for result in names["results"])
+
+
+def test_ops_by_hand_are_right_and_save_reads():
+    error, saved = ops_by_hand.decode_step("cpu")
+    assert error < 1e-5
+    assert saved == 484 / 184
 
 
 def test_the_readme_lists_what_can_be_run():
