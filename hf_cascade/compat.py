@@ -156,7 +156,7 @@ class CascadeGenerate:
             )
         assert call.prompt_shape is not None  # or there was an obstacle
         cache = self.cascade.open_cache(call)
-        cache.is_compileable = self._compiles(generation_config, cache, rows=call.prompt_shape[0])
+        self._set_up_compiling(generation_config, cache, rows=call.prompt_shape[0])
         # A page too many may be one that max_pages does not grant.
         cache.may_step_too_far = (
             call.is_plain and self.cascade.options.max_pages is None and not _is_distributed()
@@ -164,25 +164,26 @@ class CascadeGenerate:
         model_kwargs["past_key_values"] = model_kwargs["hf_cascade"] = cache
         call.cleanup.enter_context(attention_switched(self))
 
-    def _compiles(self, generation_config, cache: CascadeCache, rows: int) -> bool:
-        """Whether decode steps of so many rows are compiled; then the config says how."""
+    def _set_up_compiling(self, generation_config, cache: CascadeCache, rows: int) -> None:
+        """Have decode steps of so many rows compiled, where that is asked for and possible.
+
+        The cache then is compileable, the config says how, and linear layers are packed.
+        """
         if not self.cascade.compiles_on(self.device) or generation_config.disable_compile:
-            return False
+            return
         if _are_all_watched() or (self.cascade.options.compile == "auto" and _is_watched(self)):
             self.cascade.compiler.warn_once(
                 "forward hooks are registered, which compiled code would not call in every step"
             )
-            return False
-        compile_config = generation_config.compile_config
+            return
+        given = generation_config.compile_config
         generation_config.compile_config = self._compile_config(generation_config, rows)
-        cache.is_compileable = True  # transformers asks it, too
+        cache.is_compileable = True  # transformers asks both whether it may compile
         if not self._valid_auto_compile_criteria({"past_key_values": cache}, generation_config):  # type: ignore[attr-defined]
-            generation_config.compile_config = compile_config
-            return False
-        if self.cascade.options.pack_linears:
+            cache.is_compileable, generation_config.compile_config = False, given
+        elif self.cascade.options.pack_linears:
             # Offloaded weights are fetched at each use, so they can't lie in one packed matrix.
             (unpack_linears if _has_hooks(self) else pack_linears)(self)
-        return True
 
     def _compile_config(self, generation_config, rows: int) -> CompileConfig:
         """How decode steps are compiled: as the user said, and with cascades fused."""
