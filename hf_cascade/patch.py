@@ -119,7 +119,12 @@ def unpatch(model: Model) -> Model:
 def _base_model(model: Any) -> Any:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not (isinstance(base, PreTrainedModel) and isinstance(base, GenerationMixin)):
+        advice = ""
+        if isinstance(getattr(base, "model", None), GenerationMixin):  # of a pipeline
+            advice = ": patch its `.model`"
+        elif isinstance(getattr(base, "_orig_mod", None), GenerationMixin):  # of torch.compile
+            advice = ": patch the model that was compiled, with compile=True to compile its steps"
         raise UnsupportedModelError(
-            f"a transformers model with generate is needed, got {type(base).__name__}"
+            f"a transformers model with generate is needed, got {type(base).__name__}{advice}"
         )
     return base

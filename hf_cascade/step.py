@@ -104,7 +104,7 @@ class CompiledForward:
         if not self._known:
             # Loud like the build of the kernels: whoever set up no logging waits just as long.
             logger.warning(
-                "compiling the decode step of %s; this takes a minute or two, once",
+                "compiling the decode step of %s: a minute or two, the first time on a machine",
                 type(self._model).__name__,
             )
         fused_before, started = num_fused(), time.perf_counter()

@@ -119,6 +119,18 @@ def test_a_stage_of_a_pipeline_is_refused():
         hf_cascade.patch(model)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "advice"),
+    [
+        (torch.compile, "OptimizedModule: patch the model that was compiled, with compile=True"),
+        (lambda model: SimpleNamespace(model=model), r"SimpleNamespace: patch its `\.model`"),
+    ],
+)
+def test_what_holds_a_model_is_told_which_one_to_patch(wrap, advice):
+    with pytest.raises(UnsupportedModelError, match=advice):
+        hf_cascade.patch(wrap(new_model()))
+
+
 @pytest.mark.parametrize("what", [torch.nn.Linear(2, 2), None, "gpt2", object()], ids=repr)
 @pytest.mark.parametrize("function", [hf_cascade.patch, hf_cascade.unpatch])
 def test_what_is_no_model_is_refused(what, function):
