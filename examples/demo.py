@@ -15,8 +15,10 @@ from rich.console import Console
 from examples.document_qa import show_document_qa
 from examples.self_consistency import show_self_consistency
 from examples.smollm2 import ModelUnavailableError, load_smollm2
+from examples.terminal import quiet_on_interrupt
 
 
+@quiet_on_interrupt
 def main() -> None:
     """Run both parts."""
     arguments = parse_arguments()

@@ -16,7 +16,7 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.measure import compare
 from examples.smollm2 import ModelUnavailableError, load_smollm2
-from examples.terminal import comparison_table, progress_bar
+from examples.terminal import comparison_table, progress_bar, quiet_on_interrupt
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "how_it_works.md"
 QUESTIONS = (
@@ -104,6 +104,7 @@ def answer_table(title: str, rows) -> Table:
     return table
 
 
+@quiet_on_interrupt
 def main() -> None:
     """Run the example by itself."""
     argparse.ArgumentParser(

@@ -26,6 +26,7 @@ from transformers import (
 )
 
 import hf_cascade
+from examples.terminal import quiet_on_interrupt
 from hf_cascade import Consensus
 
 MODEL_FOLDER = Path(__file__).parent / "chain_of_sums"
@@ -209,6 +210,7 @@ def save_chart(accuracy: dict[str, float], path: Path, *, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
+@quiet_on_interrupt
 def main() -> None:
     """Run the example by itself."""
     argparse.ArgumentParser(

@@ -28,7 +28,7 @@ from transformers import (
 
 from examples.measure import compare
 from examples.smollm2 import ModelUnavailableError, load_smollm2
-from examples.terminal import comparison_table, progress_bar
+from examples.terminal import comparison_table, progress_bar, quiet_on_interrupt
 
 QUESTION = "How can I sleep better?"
 MOST_POINTS = 5
@@ -197,6 +197,7 @@ def load_folder(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]
     return model.eval(), tokenizer
 
 
+@quiet_on_interrupt
 def main() -> None:
     """Run the example."""
     parser = argparse.ArgumentParser(

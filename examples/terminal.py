@@ -1,5 +1,10 @@
 """How examples and benchmarks look in a terminal: one progress bar, one table of two runs."""
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import ParamSpec
+
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -12,6 +17,21 @@ from rich.progress import (
 from rich.table import Table
 
 from examples.measure import Comparison
+
+Arguments = ParamSpec("Arguments")
+
+
+def quiet_on_interrupt(main: Callable[Arguments, None]) -> Callable[Arguments, None]:
+    """A program that Ctrl-C ends without a traceback, with the exit status 130 of shells."""
+
+    @functools.wraps(main)
+    def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> None:
+        try:
+            main(*args, **kwargs)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+    return run
 
 
 def progress_bar(console: Console) -> Progress:

@@ -284,6 +284,19 @@ def test_an_example_says_what_it_does(example, monkeypatch, capsys):
     assert f"usage: python -m examples.{example}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("example", ["document_qa", "self_consistency", "skeleton_of_thought"])
+def test_ctrl_c_ends_an_example_quietly(example, monkeypatch):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    module = importlib.import_module(f"examples.{example}")
+    monkeypatch.setattr(sys, "argv", [example])
+    monkeypatch.setattr(module, "Console", interrupt)
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    assert caught.value.code == 130
+
+
 @pytest.mark.parametrize(
     ("environment", "folder"),
     [
