@@ -176,12 +176,15 @@ def test_a_longer_limit_among_the_criteria_falls_back():
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_steps_beyond_max_length_are_an_error(compile):
-    class Endless(modeling_llama.LlamaForCausalLM):
+    class GoesOn(modeling_llama.LlamaForCausalLM):
+        checks = 0
+
         def _has_unfinished_sequences(self, *args, **kwargs):
-            return True
+            self.checks += 1
+            return self.checks < 10
 
     model = new_model()
-    model.__class__ = Endless
+    model.__class__ = GoesOn
     model = hf_cascade.patch(model, compile=compile)
     with pytest.raises(UnsupportedModelError, match="beyond the 3 new tokens that max_length"):
         run(model, **GREEDY, max_new_tokens=3)
